@@ -1,0 +1,246 @@
+"""The command: parse, call one function, print. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import tyro
+import yaml
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
+
+from penstock import __version__
+from penstock.errors import RecipeError, UserError, did_you_mean
+from penstock.presets import PRESETS
+from penstock.recipe import Recipe, to_dict, with_values
+
+Flag = Annotated[bool, FlagCreatePairsOff]
+Args = TypeVar("Args")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainArgs:
+    """Fine-tune every parameter of a model. RECIPE is a preset or a YAML file; without one, `demo`."""
+
+    recipe: OmitArgPrefixes[Recipe]
+    json: Flag = False
+    """Print one JSON object on standard output; everything else goes to standard error."""
+    dry_run: Flag = False
+    """Check everything and say what would happen, without loading weights or writing."""
+    overwrite: Flag = False
+    """Replace an earlier run in the output directory."""
+    quiet: Flag = False
+    """Print nothing but the result and errors."""
+    debug: Flag = False
+    """Show tracebacks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataArgs:
+    """Show what the model will see: tokens and mask, packing, lengths, what was cut or dropped."""
+
+    recipe: OmitArgPrefixes[Recipe]
+    examples: int = 3
+    """Examples shown token by token."""
+    json: Flag = False
+    """Print the counts as one JSON object."""
+    debug: Flag = False
+    """Show tracebacks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportArgs:
+    """Write the model of a run as a Hugging Face directory, and check that it loads and answers the same."""
+
+    run: Positional[str]
+    """Directory of the run."""
+    to: str
+    """Directory to write."""
+    shard_size: str = "5GB"
+    """Largest size of one weight file."""
+    json: Flag = False
+    """Print one JSON object."""
+    debug: Flag = False
+    """Show tracebacks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateArgs:
+    """Ask the model of a run."""
+
+    run: Positional[str]
+    """Directory of the run."""
+    prompt: Positional[str]
+    """What to ask."""
+    max_new_tokens: int = 256
+    """Longest answer."""
+    temperature: float = 0.0
+    """0: always the likeliest token."""
+    seed: int = 0
+    """Seed of the draw when the temperature is not 0."""
+    device: str = "auto"
+    """cuda, cpu or auto."""
+    json: Flag = False
+    """Print one JSON object."""
+    debug: Flag = False
+    """Show tracebacks."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        return _dispatch(words)
+    except UserError as error:
+        if "--debug" in words:
+            traceback.print_exc()
+        print(f"penstock: {error}", file=sys.stderr)
+        return error.exit_code
+    except SystemExit as error:  # tyro has printed help or a usage error already
+        return error.code if isinstance(error.code, int) else 2
+    except BrokenPipeError:
+        return 0
+    except KeyboardInterrupt:
+        print("penstock: interrupted before the first step; nothing was written", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if "--debug" in words:
+            traceback.print_exc()
+        remedy = "" if "--debug" in words else "\n  Run it again with --debug for the traceback, and please report it."
+        print(f"penstock: this is a bug: {type(error).__name__}: {error}{remedy}", file=sys.stderr)
+        return 1
+
+
+def _dispatch(words: list[str]) -> int:
+    command, rest = (words[0], words[1:]) if words else ("--help", [])
+    if command in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    if command == "--version":
+        print(f"penstock {__version__}")
+        return 0
+    if command not in COMMANDS:
+        raise RecipeError(f"unknown command {command!r}", remedy=did_you_mean(command, COMMANDS))
+    return COMMANDS[command](rest)
+
+
+def _usage() -> str:
+    lines = [f"penstock {__version__}: full-parameter fine-tuning of models that do not fit their GPU", ""]
+    lines += [f"  penstock {name:<9} {(function.__doc__ or '').splitlines()[0]}" for name, function in COMMANDS.items()]
+    lines += ["", f"Presets: {', '.join(PRESETS)}", "`penstock COMMAND --help` lists the flags."]
+    return "\n".join(lines)
+
+
+def train(words: list[str]) -> int:
+    """Fine-tune a model: penstock train [RECIPE] [--flags]."""
+    args = _parse_with_recipe(TrainArgs, "train", words)
+    from penstock.report.console import Console
+    from penstock.train import dry_run
+    from penstock.train import train as run
+
+    console = Console(json=args.json, quiet=args.quiet)
+    if args.dry_run:
+        outlook = dry_run(args.recipe, console, overwrite=args.overwrite)
+        if args.json:
+            print(json.dumps({"recipe": to_dict(args.recipe), **dataclasses.asdict(outlook)}))
+        return 0
+    summary = run(args.recipe, console, overwrite=args.overwrite)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(summary)))
+    else:
+        console.summary(summary)
+    return 0
+
+
+def data(words: list[str]) -> int:
+    """Show what the model will see: penstock data [RECIPE] [--flags]."""
+    args = _parse_with_recipe(DataArgs, "data", words)
+    from penstock.data.preview import show, summary
+    from penstock.report.console import Console
+    from penstock.train import prepare_run
+
+    console = Console(json=args.json)
+    prepared = prepare_run(args.recipe, console)
+    if args.json:
+        print(json.dumps(summary(prepared.data)))
+    else:
+        for part in show(prepared.data, prepared.tokenizer, examples=args.examples):
+            console.rich.print(part)
+    return 0
+
+
+def export(words: list[str]) -> int:
+    """Write a run's model as a Hugging Face directory: penstock export RUN --to DIR."""
+    args = tyro.cli(ExportArgs, args=words, prog="penstock export")
+    from penstock.checkpoint.export import export_run
+
+    export_run(Path(args.run), Path(args.to), shard_size=args.shard_size)
+    print(json.dumps({"model_dir": args.to}) if args.json else f"Written and checked: {args.to}")
+    return 0
+
+
+def generate(words: list[str]) -> int:
+    """Ask a run's model: penstock generate RUN "prompt"."""
+    args = tyro.cli(GenerateArgs, args=words, prog="penstock generate")
+    from penstock.generate import generate as run
+
+    options = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
+    answer = run(Path(args.run), args.prompt, **options, seed=args.seed, device=args.device)
+    print(json.dumps({"prompt": args.prompt, "answer": answer}) if args.json else answer)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "data": data,
+    "export": export,
+    "generate": generate,
+}
+
+
+def _parse_with_recipe(kind: Callable[..., Args], command: str, words: list[str]) -> Args:
+    """Flags over YAML over preset: the recipe that is named becomes the default of every flag."""
+    named = bool(words) and not words[0].startswith("-")
+    base = find_recipe(words[0] if named else "demo")
+    return tyro.cli(kind, default=kind(recipe=base), args=words[1:] if named else words, prog=f"penstock {command}")
+
+
+def find_recipe(name: str) -> Recipe:
+    """A preset by name, or a recipe from a YAML file, whose `preset` key names what it starts from."""
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        remedy = did_you_mean(name, PRESETS) + " Or name a .yaml file."
+        raise RecipeError(f"there is no preset {name!r}", remedy=remedy)
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except OSError as error:
+        raise RecipeError(f"cannot be read ({error.strerror})", where=name, remedy="Is the path right?") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"is not YAML: {' '.join(str(error).split())}", where=name) from None
+    if not isinstance(values, dict):
+        raise RecipeError("must hold `field: value` lines", where=name, remedy="For example: lr: 2e-5")
+    preset = values.pop("preset", None)
+    if preset is not None and preset not in PRESETS:
+        raise RecipeError(f"there is no preset {preset!r}", where=name, remedy=did_you_mean(str(preset), PRESETS))
+    base = PRESETS[preset] if preset else Recipe()
+    return with_values(dataclasses.replace(base, name=path.stem), values, where=name)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key may stand once: PyYAML silently keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,1 @@
+"""From rows in files to packed micro-batches."""

@@ -1,0 +1,1 @@
+"""The embedded model, tokenizer and examples of `penstock train demo`."""

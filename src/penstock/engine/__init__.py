@@ -1,0 +1,49 @@
+"""What runs a recipe's steps. `train.py` knows this interface and nothing of what is behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.data.loader import MicroBatch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One step, on the device: reading a value here is what makes the host wait."""
+
+    loss: Tensor
+    """Mean over the trained tokens of the step."""
+    grad_norm: Tensor
+    """Global norm before clipping."""
+    skipped: Tensor
+    """True if the gradient was not finite, so that nothing was updated."""
+    done: torch.cuda.Event | None = None
+    """Fires when the three are known; None where the device works in step with the host."""
+
+    def ready(self) -> bool:
+        """Whether reading the values would not wait."""
+        return self.done is None or self.done.query()
+
+
+class Engine(Protocol):
+    """Weights, gradients and optimizer state of one run."""
+
+    model: PreTrainedModel
+
+    def accumulate(self, batch: MicroBatch, trained_in_step: int, *, last: bool) -> None:
+        """Forward and backward of one micro-batch. `trained_in_step` counts the trained tokens of all of them."""
+
+    def step(self, lr: float) -> StepResult:
+        """Update the weights from what was accumulated."""
+
+    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
+        """Mean loss over the trained tokens of `batches`."""
+
+    def release(self) -> None:
+        """Give back gradients and optimizer state; the weights stay."""

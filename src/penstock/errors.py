@@ -1,0 +1,70 @@
+"""What can go wrong for a user, and the exit code each gets.
+
+Every error here is one message: what happened, where (file:line, field, step), and the remedy. The command prints it
+without a traceback. Anything that is not one of these is a bug of ours and exits 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Something the user can mend. `where` comes first in the message, `remedy` last."""
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
+        self.what, self.where, self.remedy = what, where, remedy
+        message = f"{where}: {what}" if where else what
+        super().__init__(f"{message}\n  {remedy}" if remedy else message)
+
+
+class RecipeError(UserError):
+    """The recipe, a flag or the YAML file is at fault."""
+
+
+class DataError(UserError):
+    """The training data is at fault."""
+
+
+class ModelError(UserError):
+    """The model or its tokenizer cannot be found, read or used."""
+
+
+class OutputError(UserError):
+    """The output directory cannot be used."""
+
+
+class DoesNotFit(UserError):
+    """Memory or disk is too small."""
+
+    exit_code = 3
+
+
+class Diverged(UserError):
+    """Training produced numbers that are not finite."""
+
+    exit_code = 4
+
+
+class CheckpointError(UserError):
+    """A saved file is damaged or does not belong to this run."""
+
+    exit_code = 5
+
+
+class Interrupted(UserError):
+    """The run was told to stop; what it had was written first."""
+
+    def __init__(self, what: str, *, signal_number: int, remedy: str = "") -> None:
+        super().__init__(what, remedy=remedy)
+        self.exit_code = 128 + signal_number
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A suggestion for a misspelt word, or the list of what there is when nothing is near."""
+    choices = sorted(known)
+    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(choices)}."

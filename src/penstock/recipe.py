@@ -1,0 +1,223 @@
+"""The recipe: everything that defines a run, in one flat frozen dataclass.
+
+YAML keys and command-line flags are these fields and nothing else, so there is one name, one type and one rule for each
+setting. Nested sections were rejected: they give every setting two spellings. Every rule about a value is checked here,
+before anything is read or written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from penstock.errors import RecipeError, did_you_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A run: which model, which data, how it is trained, where it goes."""
+
+    name: str = "run"
+    """Name of the run."""
+    output_dir: str = ""
+    """Where the run is written. Empty: runs/NAME."""
+
+    model: str = "demo"
+    """Hub name, local directory, .gguf file, or `demo` (embedded)."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model."""
+    tokenizer: str | None = None
+    """Where the tokenizer comes from, if not from the model. `demo` is the embedded one."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random` builds the architecture only, for benchmarks and tests."""
+    shape: str | None = None
+    """With --init random: changes to the architecture, such as num_hidden_layers=2,hidden_size=64."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a Hub model. Off, since it can do anything."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where the model runs. `auto`: the GPU if there is one."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Working precision of weights and arithmetic. The master weights are fp32 either way."""
+    attention: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """How attention is computed. All of them respect example boundaries; `auto` is varlen."""
+    recompute: Literal["full", "none"] | int = "none"
+    """Layers whose activations are computed again in backward instead of kept: full, none, or how many."""
+
+    data: str = "demo"
+    """A JSON, JSONL, CSV or Parquet file, a directory of them, a Hub data set, or `demo` (embedded)."""
+    data_split: str = "train"
+    """Split of a Hub data set."""
+    data_format: Literal["auto", "alpaca", "messages", "prompt-completion", "text"] = "auto"
+    """Form of the rows. `auto` tells it from the columns."""
+    data_percent: float = 100.0
+    """Share of the examples that is used, in percent; chosen by the seed, or the first ones with --no-shuffle."""
+    template: Literal["auto", "chat", "alpaca", "none"] = "auto"
+    """Text around the turns. `auto`: the tokenizer's chat template if it has one, else Alpaca's headings."""
+    end_token: str | None = None
+    """Token that ends a response, if not the tokenizer's end token."""
+    train_on_prompt: bool = False
+    """Train on prompts too, not only on responses and their end token."""
+    max_length: int = 4096
+    """Tokens in a row; a longer example is handled by --too-long."""
+    too_long: Literal["truncate", "drop", "refuse"] = "truncate"
+    """What happens to an example over max_length. Each is counted and reported."""
+    packing: bool = True
+    """Put several examples into one row. --no-packing pads each to the longest of its micro-batch."""
+    shuffle: bool = True
+    """Mix the order in every epoch. --no-shuffle keeps the order of the file."""
+    validation: float = 0.0
+    """Share of the examples held out to measure the evaluation loss, from 0 to 0.5."""
+    eval_data: str | None = None
+    """A file or Hub data set to evaluate on, instead of a held-out share."""
+
+    batch_size: int = 4
+    """Rows in a step."""
+    micro_batch_size: int = 0
+    """Rows run at once; their gradients are added up. 0: the whole batch."""
+    epochs: float = 1.0
+    """Passes over the data."""
+    max_steps: int = 0
+    """Stop after this many steps. 0: as many as the epochs take."""
+    lr: float = 1e-5
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    warmup: float = 0.05
+    """Share of the steps in which the learning rate rises from zero, from 0 to 1."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.01
+    """AdamW's weight decay; not applied to norms and biases."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm. 0: never."""
+    skip_limit: int = 10
+    """A step with a gradient that is not finite is skipped; this many in a row end the run."""
+    seed: int = 42
+    """Seed of the order of the data and of random weights."""
+    deterministic: bool = False
+    """Use only operations that give the same bits every time, also where that is slower."""
+    eval_every: int = 0
+    """Steps between evaluations. 0: at the end only."""
+    log_every: int = 1
+    """Steps between lines on the console; metrics.jsonl has every step."""
+    prompt: str | None = None
+    """A question that the model answers before and after training."""
+
+    def __post_init__(self) -> None:
+        for field, rule, remedy in _broken_rules(self):
+            raise RecipeError(f"{field} = {getattr(self, field)!r}: {rule}", remedy=remedy)
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run is written."""
+        return Path(self.output_dir or f"runs/{self.name}")
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows in a micro-batch."""
+        return self.micro_batch_size or self.batch_size
+
+
+def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
+    """(field, rule, remedy) of every rule that the values break."""
+    numbers = {name: getattr(r, name) for name in FIELDS if isinstance(getattr(r, name), float)}
+    recompute_layers = 0 if isinstance(r.recompute, str) else r.recompute
+    checks: list[tuple[bool, str, str, str]] = [
+        *((math.isfinite(v), f, "must be a finite number", "") for f, v in numbers.items()),
+        (bool(r.name.strip()) and "/" not in r.name, "name", "must be a word without '/'", "A path is --output-dir."),
+        (r.lr > 0, "lr", "must be positive", "A usual value is 1e-5."),
+        (r.eps > 0, "eps", "must be positive", "A usual value is 1e-8."),
+        (r.weight_decay >= 0, "weight_decay", "must not be negative", "0 switches it off."),
+        (0 <= r.warmup <= 1, "warmup", "must be between 0 and 1", "It is a share of the steps: 0.05 warms up for 5 %."),
+        (all(0 <= b < 1 for b in r.betas), "betas", "each must be at least 0 and under 1", "Usual: 0.9 0.999."),
+        (r.max_grad_norm >= 0, "max_grad_norm", "must not be negative", "0 switches clipping off."),
+        (r.epochs > 0, "epochs", "must be positive", ""),
+        (r.max_steps >= 0, "max_steps", "must not be negative", "0 means as many as the epochs take."),
+        (r.batch_size >= 1, "batch_size", "must be at least 1", ""),
+        (r.micro_batch_size >= 0, "micro_batch_size", "must not be negative", "0 means the whole batch."),
+        (r.rows_at_once <= r.batch_size, "micro_batch_size", f"is more than batch_size {r.batch_size}", "Lower it."),
+        (r.max_length >= 2, "max_length", "must be at least 2", "A token is predicted from the one before it."),
+        (0 < r.data_percent <= 100, "data_percent", "must be over 0 and at most 100", ""),
+        (0 <= r.validation <= 0.5, "validation", "must be between 0 and 0.5", "It is a share: 0.05 holds out 5 %."),
+        (not (r.validation and r.eval_data), "validation", "does not go with eval_data", "Leave one of them out."),
+        (r.eval_every >= 0, "eval_every", "must not be negative", "0 evaluates at the end only."),
+        (not r.eval_every or bool(r.validation or r.eval_data), "eval_every", "there is nothing to evaluate on",
+         "Hold examples out with --validation 0.05, or name a file with --eval-data."),
+        (r.log_every >= 1, "log_every", "must be at least 1", ""),
+        (r.skip_limit >= 1, "skip_limit", "must be at least 1", ""),
+        (0 <= r.seed < 2**32, "seed", "must be between 0 and 4294967295", ""),
+        (recompute_layers >= 0, "recompute", "must be full, none, or a number of layers", ""),
+        (not r.shape or r.init == "random", "shape", "needs random weights", "Add --init random."),
+    ]  # fmt: skip
+    return [(field, rule, remedy) for ok, field, rule, remedy in checks if not ok]
+
+
+FIELDS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Recipe)}
+
+
+def with_values(base: Recipe, values: dict[str, object], where: str) -> Recipe:
+    """`base` with the values of a YAML mapping, each checked against its field's type."""
+    hints = typing.get_type_hints(Recipe)
+    changes: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in FIELDS:
+            raise RecipeError(f"unknown key {key!r}", where=where, remedy=did_you_mean(str(key), FIELDS))
+        changes[key] = _coerce(value, hints[key], f"{where}: {key}")
+    try:
+        return dataclasses.replace(base, **changes)
+    except RecipeError as error:
+        raise RecipeError(error.what, where=where, remedy=error.remedy) from None
+
+
+def _coerce(value: object, hint: Any, where: str) -> Any:
+    """`value` as the type of its field. YAML reads 2e-5 as a string, so numbers in strings are taken for numbers."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        for arg in args:
+            try:
+                return _coerce(value, arg, where)
+            except RecipeError:
+                continue
+    elif origin is Literal:
+        if value in args:
+            return value
+        remedy = did_you_mean(str(value), [str(a) for a in args])
+        raise RecipeError(f"{value!r} is not one of {', '.join(map(str, args))}", where=where, remedy=remedy)
+    elif origin is tuple:
+        if isinstance(value, list | tuple) and len(value) == len(args):
+            return tuple(_coerce(v, a, where) for v, a in zip(value, args, strict=True))
+    elif hint is type(None):
+        if value is None:
+            return None
+    elif hint is bool or isinstance(value, bool):
+        if hint is bool and isinstance(value, bool):
+            return value
+    elif hint is float and isinstance(value, int | float | str):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    elif isinstance(value, hint):
+        return value
+    raise RecipeError(f"{value!r} is not {_type_name(hint)}", where=where)
+
+
+def _type_name(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "empty"}
+    args = get_args(hint)
+    if get_origin(hint) is tuple:
+        return f"a list of {len(args)} numbers"
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, args))
+    return " or ".join(_type_name(a) for a in args) if args else names[hint]
+
+
+def to_dict(recipe: Recipe) -> dict[str, object]:
+    """The recipe as plain values, in the order of its fields, ready for YAML or JSON."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(recipe).items()}

@@ -1,0 +1,121 @@
+"""What a run writes down: a line a step in metrics.jsonl, a line an evaluation in eval.jsonl, and the summary."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.engine import StepResult
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRow:
+    """One line of metrics.jsonl."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    trained_tokens: int
+    step_seconds: float
+    skipped: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalRow:
+    """One line of eval.jsonl."""
+
+    step: int
+    eval_loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The same question before and after training."""
+
+    prompt: str
+    before: str
+    after: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What `train` prints at the end."""
+
+    steps: int
+    loss_first: float
+    loss_last: float
+    eval_loss: float | None
+    tokens: int
+    trained_tokens: int
+    tokens_per_s: float
+    seconds: float
+    skipped_steps: int
+    model_dir: str
+    run_dir: str
+    answer: Answer | None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFacts:
+    """What the host knows of a step without asking the device."""
+
+    step: int
+    lr: float
+    tokens: int
+    trained_tokens: int
+
+
+class Metrics:
+    """Rows in memory and on disk.
+
+    A step's numbers lie on the device until it has finished. Waiting for them at once would leave the device idle
+    between steps, so a row is read when it is ready, or at the latest when the next step has been enqueued.
+    """
+
+    def __init__(self, run_dir: Path, on_row: Callable[[StepRow], None]) -> None:
+        self.rows: list[StepRow] = []
+        self.evals: list[EvalRow] = []
+        self._run_dir, self._on_row = run_dir, on_row
+        self._pending: list[tuple[StepFacts, StepResult]] = []
+        self._clock = time.perf_counter()
+
+    def start_clock(self) -> None:
+        """The next step is timed from here."""
+        self._clock = time.perf_counter()
+
+    def add(self, facts: StepFacts, result: StepResult) -> None:
+        """A step was enqueued."""
+        self._pending.append((facts, result))
+        while self._pending and (len(self._pending) > 1 or self._pending[0][1].ready()):
+            self._settle()
+
+    def settle(self) -> None:
+        """Wait for every step that was enqueued."""
+        while self._pending:
+            self._settle()
+
+    def add_eval(self, step: int, loss: float) -> None:
+        """An evaluation after `step`."""
+        self.evals.append(EvalRow(step, loss))
+        self._append("eval.jsonl", self.evals[-1])
+
+    def _settle(self) -> None:
+        facts, result = self._pending.pop(0)
+        loss, grad_norm, skipped = float(result.loss), float(result.grad_norm), bool(result.skipped)
+        seconds = time.perf_counter() - self._clock
+        self.start_clock()
+        row = StepRow(
+            **dataclasses.asdict(facts), loss=loss, grad_norm=grad_norm, skipped=skipped, step_seconds=seconds
+        )
+        self.rows.append(row)
+        self._append("metrics.jsonl", row)
+        self._on_row(row)
+
+    def _append(self, name: str, row: StepRow | EvalRow) -> None:
+        with (self._run_dir / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dataclasses.asdict(row)) + "\n")

@@ -1,0 +1,239 @@
+"""One run, top to bottom: claim the directory, read the data, load the model, train, export, sum up."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from penstock.checkpoint.export import export
+from penstock.checkpoint.run_dir import check_run_dir, make_run_dir
+from penstock.data.loader import Dataset, Position, prepare
+from penstock.engine import Engine
+from penstock.engine.native import NativeEngine
+from penstock.errors import Diverged, DoesNotFit, Interrupted
+from penstock.generate import answer
+from penstock.hardware import describe, pick_device
+from penstock.model.load import load_config, load_model, load_tokenizer
+from penstock.recipe import Recipe, to_dict
+from penstock.report.console import Console
+from penstock.report.metrics import Answer, Metrics, StepFacts, StepRow, Summary
+
+
+def train(recipe: Recipe, console: Console, *, overwrite: bool = False) -> Summary:
+    """Run the recipe and return what `penstock train` prints."""
+    check_run_dir(recipe.run_dir, overwrite=overwrite)
+    run = prepare_run(recipe, console)
+    with console.phase(f"Loading {recipe.model}"), memory_advice(recipe):
+        model = load_model(recipe, run.config, run.device, console.say)
+        engine = NativeEngine(model, recipe)
+        num_params = sum(p.numel() for p in model.parameters())
+        console.say(f"  {num_params / 1e6:,.1f} M parameters on {describe(run.device)}")
+    before = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt else ""
+
+    run_dir = make_run_dir(recipe)
+    progress = Progress(recipe, run.total_steps, console)
+    metrics = Metrics(run_dir, on_row=progress.row)
+    with console.phase(f"Training for {run.total_steps:,} steps"), memory_advice(recipe), signals() as stop:
+        run_steps(run, engine, metrics, stop)
+    engine.release()
+
+    model_dir = run_dir / "model"
+    with console.phase(f"Exporting to {model_dir}"):
+        export(model, run.tokenizer, model_dir)
+    if stop.number and len(metrics.rows) < run.total_steps:
+        done = f"after step {len(metrics.rows)} of {run.total_steps}; the model as it was then is in {model_dir}"
+        raise Interrupted(f"stopped by {signal.Signals(stop.number).name} {done}", signal_number=stop.number)
+    after = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt else ""
+    dialogue = Answer(recipe.prompt, before, after) if recipe.prompt else None
+    return summarize(metrics, model_dir, run_dir, dialogue)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known before the weights are loaded."""
+
+    recipe: Recipe
+    device: torch.device
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    data: Dataset
+    total_steps: int
+
+
+def prepare_run(recipe: Recipe, console: Console) -> Run:
+    """Everything that can be wrong without loading a weight is found here."""
+    device = pick_device(recipe.device)
+    make_repeatable(recipe)
+    config, tokenizer = load_config(recipe), load_tokenizer(recipe)
+    with console.phase(f"Reading {recipe.data}"):
+        data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say)
+    steps = math.ceil(recipe.epochs * data.train.steps_per_epoch())
+    total_steps = min(steps, recipe.max_steps) if recipe.max_steps else steps
+    return Run(recipe, device, config, tokenizer, data, total_steps)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a run would do."""
+
+    steps: int
+    examples: int
+    rows: int
+    tokens: int
+    trained_tokens: int
+    device: str
+    run_dir: str
+
+
+def dry_run(recipe: Recipe, console: Console, *, overwrite: bool = False) -> Outlook:
+    """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
+    console.say(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True).rstrip())
+    check_run_dir(recipe.run_dir, overwrite=overwrite)
+    run = prepare_run(recipe, console)
+    train_set = run.data.train
+    outlook = Outlook(
+        steps=run.total_steps,
+        examples=train_set.num_examples,
+        rows=train_set.num_rows,
+        tokens=train_set.num_tokens,
+        trained_tokens=train_set.num_trained,
+        device=describe(run.device),
+        run_dir=str(recipe.run_dir),
+    )
+    console.say(
+        f"Would train {recipe.model} ({recipe.init} weights) on {outlook.device} for {outlook.steps:,} steps of "
+        f"{recipe.batch_size} rows: {outlook.examples:,} examples in {outlook.rows:,} rows an epoch, "
+        f"{outlook.tokens:,} tokens, {outlook.trained_tokens:,} of them trained on; "
+        f"would write {outlook.run_dir}/ and the model to {outlook.run_dir}/model. Nothing was written."
+    )
+    return outlook
+
+
+def run_steps(run: Run, engine: Engine, metrics: Metrics, stop: Stop) -> None:
+    """The loop. It ends after the last step, or after the step in which a signal came."""
+    recipe, position = run.recipe, Position(epoch=0, row=0)
+    metrics.start_clock()
+    for step in range(1, run.total_steps + 1):
+        batches, position = run.data.train.step_at(position)
+        trained = sum(batch.num_trained for batch in batches)
+        for number, batch in enumerate(batches, start=1):
+            engine.accumulate(batch, trained, last=number == len(batches))
+        lr = lr_at(recipe, step, run.total_steps)
+        metrics.add(StepFacts(step, lr, sum(batch.num_tokens for batch in batches), trained), engine.step(lr))
+        last = step == run.total_steps or stop.number != 0
+        if run.data.evaluation and (last or (recipe.eval_every and step % recipe.eval_every == 0)):
+            metrics.settle()
+            metrics.add_eval(step, engine.evaluate(run.data.evaluation))
+            metrics.start_clock()
+        if last:
+            break
+    metrics.settle()
+
+
+def lr_at(recipe: Recipe, step: int, total_steps: int) -> float:
+    """Learning rate of a step, counted from 1: rises over the warm-up, then follows the schedule down."""
+    warmup_steps = round(recipe.warmup * total_steps)
+    if step <= warmup_steps:
+        return recipe.lr * step / warmup_steps
+    if recipe.schedule == "constant":
+        return recipe.lr
+    progress = (step - 1 - warmup_steps) / (total_steps - warmup_steps)
+    return recipe.lr * ((1 + math.cos(math.pi * progress)) / 2 if recipe.schedule == "cosine" else 1 - progress)
+
+
+class Progress:
+    """Takes each finished step: a line on the console, and an end to the run when gradients stay non-finite."""
+
+    def __init__(self, recipe: Recipe, total_steps: int, console: Console) -> None:
+        self._recipe, self._total_steps, self._console = recipe, total_steps, console
+        self._seconds, self._first_skip, self._skips_in_a_row = 0.0, 0, 0
+
+    def row(self, row: StepRow) -> None:
+        """One step has finished."""
+        self._seconds += row.step_seconds
+        if row.skipped or row.step in (1, self._total_steps) or row.step % self._recipe.log_every == 0:
+            left = self._seconds / row.step * (self._total_steps - row.step)
+            self._console.step(row, self._total_steps, left)
+        self._skips_in_a_row = self._skips_in_a_row + 1 if row.skipped else 0
+        if self._skips_in_a_row == 1:
+            self._first_skip = row.step
+        if self._skips_in_a_row >= self._recipe.skip_limit:
+            raise Diverged(
+                f"the gradient was not finite in {self._skips_in_a_row} steps in a row",
+                where=f"step {self._first_skip}",
+                remedy="Those steps changed no weight. Lower --lr, lengthen --warmup, or look at the data.",
+            )
+
+
+def make_repeatable(recipe: Recipe) -> None:
+    """Seed every generator in use; with `deterministic`, refuse operations that may differ between runs."""
+    torch.manual_seed(recipe.seed)
+    if recipe.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is made
+    torch.use_deterministic_algorithms(recipe.deterministic)
+
+
+class Stop:
+    """The signal that asked the run to end, or 0."""
+
+    number = 0
+
+
+@contextmanager
+def signals() -> Iterator[Stop]:
+    """SIGTERM and Ctrl-C end the run after the current step; a second one ends it at once."""
+    stop = Stop()
+
+    def handle(number: int, _: object) -> None:
+        if stop.number:
+            os._exit(128 + number)
+        stop.number = number
+
+    old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def memory_advice(recipe: Recipe) -> Iterator[None]:
+    """Out of memory, in words."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        smaller = max(1, recipe.rows_at_once // 2)
+        raise DoesNotFit(
+            f"the GPU is out of memory with {recipe.rows_at_once} rows of {recipe.max_length} tokens at once: {error}",
+            remedy=f"Try --recompute full, --micro-batch-size {smaller}, or a shorter --max-length.",
+        ) from error
+
+
+def summarize(metrics: Metrics, model_dir: Path, run_dir: Path, dialogue: Answer | None) -> Summary:
+    """The run in one object."""
+    rows = metrics.rows
+    tokens, seconds = sum(row.tokens for row in rows), sum(row.step_seconds for row in rows)
+    return Summary(
+        steps=len(rows),
+        loss_first=rows[0].loss,
+        loss_last=rows[-1].loss,
+        eval_loss=metrics.evals[-1].eval_loss if metrics.evals else None,
+        tokens=tokens,
+        trained_tokens=sum(row.trained_tokens for row in rows),
+        tokens_per_s=tokens / seconds,
+        seconds=seconds,
+        skipped_steps=sum(row.skipped for row in rows),
+        model_dir=str(model_dir),
+        run_dir=str(run_dir),
+        answer=dialogue,
+    )

@@ -1,0 +1,47 @@
+"""The rules of the house, each checked by the tool that knows it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.presets import PRESETS
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"], ["lint-imports"]],
+    ids=lambda command: command[0] + command[1] if len(command) > 1 else command[0],
+)
+def test_tool_is_content(command):
+    program = Path(sys.executable).parent / command[0]
+    result = subprocess.run([program, *command[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=True)
+
+
+def test_import_is_quick_and_pulls_in_no_torch():
+    lines = run_python("import penstock").stderr.splitlines()
+    cumulative_us = next(int(line.split("|")[1]) for line in lines if line.split("|")[2].strip() == "penstock")
+    assert cumulative_us < 300_000
+    assert not any(line.split("|")[2].strip() == "torch" for line in lines)
+
+
+def test_the_command_parses_without_torch():
+    assert run_python("import sys, penstock.cli; print('torch' in sys.modules)").stdout.strip() == "False"
+
+
+def test_readme_names_every_preset():
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \|", (ROOT / "README.md").read_text(), flags=re.M)
+    assert rows == list(PRESETS)
+
+
+def test_constraints_pin_torch():
+    assert "torch==2.13.0\n" in (ROOT / "constraints.txt").read_text()

@@ -1,0 +1,68 @@
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import RecipeError
+from penstock.recipe import FIELDS, Recipe, to_dict, with_values
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lr", 0.0), ("lr", -1e-5), ("lr", float("nan")), ("eps", 0.0), ("weight_decay", -0.1), ("warmup", 5.0),
+        ("warmup", -0.1), ("betas", (0.9, 1.0)), ("max_grad_norm", -1.0), ("epochs", 0.0), ("epochs", float("inf")),
+        ("max_steps", -1), ("batch_size", 0), ("micro_batch_size", -1), ("micro_batch_size", 5), ("max_length", 1),
+        ("data_percent", 0.0), ("data_percent", 101.0), ("validation", 0.6), ("eval_every", -1), ("eval_every", 5),
+        ("log_every", 0), ("skip_limit", 0), ("seed", -1), ("recompute", -1), ("shape", "hidden_size=8"), ("name", " "),
+        ("name", "a/b"),
+    ],
+)  # fmt: skip
+def test_a_value_out_of_range_is_refused_by_name(field, value):
+    with pytest.raises(RecipeError, match=rf"^{field} = "):
+        Recipe(**{field: value})
+
+
+def test_yaml_numbers_written_without_a_dot_are_numbers():
+    assert with_values(Recipe(), {"lr": "2e-5"}, "my.yaml").lr == 2e-5
+    assert with_values(Recipe(), {"epochs": 3}, "my.yaml").epochs == 3.0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"learning_rate": 1}, "unknown key 'learning_rate'"),
+        ({"batchsize": 1}, "Did you mean 'batch_size'"),
+        ({"batch_size": "four"}, "my.yaml: batch_size: 'four' is not a whole number"),
+        ({"batch_size": 4.5}, "4.5 is not a whole number"),
+        ({"batch_size": True}, "True is not a whole number"),
+        ({"packing": "yes"}, "'yes' is not true or false"),
+        ({"betas": [0.9]}, r"\[0.9\] is not a list of 2 numbers"),
+        ({"schedule": "cosin"}, "Did you mean 'cosine'"),
+        ({"recompute": "some"}, "'some' is not full or none or a whole number"),
+        ({"lr": None}, "None is not a number"),
+        ({"warmup": 100}, "my.yaml: warmup = 100.0: must be between 0 and 1"),
+    ],
+)
+def test_a_wrong_yaml_value_names_file_field_and_type(values, message):
+    with pytest.raises(RecipeError, match=message):
+        with_values(Recipe(), values, "my.yaml")
+
+
+@given(st.sampled_from(["full", "none", 0, 3]), st.floats(1e-8, 1.0), st.booleans(), st.integers(1, 99))
+def test_a_recipe_survives_being_written_down(recompute, lr, packing, batch_size):
+    recipe = Recipe(recompute=recompute, lr=lr, packing=packing, batch_size=batch_size)
+    assert with_values(Recipe(), to_dict(recipe), "x") == recipe
+
+
+def test_every_field_has_a_help_text():
+    source = __import__("inspect").getsource(Recipe)
+    for name in FIELDS:
+        after = source.split(f"\n    {name}: ")[1].splitlines()[1].strip()
+        assert after.startswith('"""') and len(after) > 12, name
+
+
+def test_run_dir_follows_the_name():
+    assert str(Recipe(name="mine").run_dir) == "runs/mine"
+    assert str(dataclasses.replace(Recipe(), output_dir="x/y").run_dir) == "x/y"
