@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import RecipeError
@@ -28,3 +29,30 @@ def describe(device: torch.device) -> str:
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     return f"CPU, {torch.get_num_threads()} threads of {os.cpu_count()} cores"
+
+
+def usable_cores() -> list[int]:
+    """Cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def available_host_bytes() -> int:
+    """Host memory that can still be taken: what the machine has free, or what the cgroup leaves if that is less."""
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    for limit_path, usage_path in CGROUP_FILES:
+        try:
+            limit = Path(limit_path).read_text(encoding="ascii").strip()
+            usage = int(Path(usage_path).read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            continue
+        if limit.isdigit():
+            available = min(available, max(0, int(limit) - usage))
+    return available
+
+
+CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)

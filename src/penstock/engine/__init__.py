@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
+from penstock.offload.lanes import Mark
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,8 @@ class StepResult:
     """Global norm before clipping."""
     skipped: Tensor
     """True if the gradient was not finite, so that nothing was updated."""
-    done: torch.cuda.Event | None = None
-    """Fires when the three are known; None where the device works in step with the host."""
-
-    def ready(self) -> bool:
-        """Whether reading the values would not wait."""
-        return self.done is None or self.done.query()
+    done: Mark
+    """Passed when the three are known."""
 
 
 class Engine(Protocol):

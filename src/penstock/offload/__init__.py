@@ -1,0 +1,1 @@
+"""Optimizer state that lives where there is room, and moves under the arithmetic."""

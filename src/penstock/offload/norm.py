@@ -1,0 +1,81 @@
+"""The global norm, the clip coefficient, the step count and the scalars of a step, all on the device.
+
+The host never learns whether a step was skipped before the next one is enqueued, so the count of steps that were taken,
+and the powers of the betas that follow from it, live on the device too. They advance by multiplication in fp64, which
+gives the same bits on every device; a power function would not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.offload.kernels import GO, NUM_COEFFICIENTS, SCALE, halve, num_spans, span_sums
+
+
+class Norm:
+    """Sum of squares of all gradients, with a tree of additions that no home, chunk or arrival order changes."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        spans = [num_spans(size) for size in sizes]
+        self._starts = [sum(spans[:i]) for i in range(len(spans))]
+        self._spans = spans
+        total = 1 << max(0, sum(spans) - 1).bit_length()  # a power of two, as `halve` wants it
+        self._sums = torch.zeros(total, dtype=torch.float64, device=device)
+
+    def clear(self) -> None:
+        """Begin a step: a parameter without gradient counts as zero."""
+        self._sums.zero_()
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Take the final gradient of one parameter."""
+        span_sums(gradient, self._sums[self._starts[index] : self._starts[index] + self._spans[index]])
+
+    def finite_so_far(self) -> Tensor:
+        """Whether everything added since `clear` is finite."""
+        return self._sums.sum().isfinite()  # squares are never negative, so no infinity cancels another
+
+    def total(self) -> Tensor:
+        """Sum of squares of everything added since `clear`, fp64."""
+        return halve(self._sums)
+
+
+class Scalars:
+    """Step count and coefficients of every parameter group."""
+
+    def __init__(self, num_groups: int, device: torch.device) -> None:
+        self._device = device
+        self.steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.powers = torch.ones(num_groups, 2, dtype=torch.float64, device=device)  # beta1^t, beta2^t
+
+    def coefficients(self, groups: Sequence[Mapping[str, Any]]) -> Tensor:
+        """The row of each group for the step that would come next, unclipped and set to go."""
+        columns = [[g["betas"][0], g["betas"][1], g["lr"], g["weight_decay"], g["eps"]] for g in groups]
+        beta1, beta2, lr, weight_decay, eps = torch.tensor(columns, dtype=torch.float64).to(self._device).unbind(1)
+        power1, power2 = (self.powers * torch.stack((beta1, beta2), dim=1)).unbind(1)
+        ones = torch.ones_like(lr)
+        rows = (
+            ones, beta1, 1 - beta1, beta2, 1 - beta2, (1 - power2).sqrt(), eps, 1 - lr * weight_decay, lr / (1 - power1),
+            ones,
+        )  # fmt: skip
+        assert len(rows) == NUM_COEFFICIENTS
+        return torch.stack(rows, dim=1).float()
+
+    def advance(self, groups: Sequence[Mapping[str, Any]], taken: Tensor) -> None:
+        """Count the step if it was taken."""
+        betas = torch.tensor([g["betas"] for g in groups], dtype=torch.float64).to(self._device)
+        self.powers = torch.where(taken, self.powers * betas, self.powers)
+        self.steps = self.steps + taken
+
+
+def clip(coefficients: Tensor, sum_of_squares: Tensor, max_grad_norm: float) -> tuple[Tensor, Tensor]:
+    """Set scale and go from the global norm. Returns (norm, taken); a norm that is not finite stops the step."""
+    norm = sum_of_squares.sqrt()
+    taken = norm.isfinite()
+    if max_grad_norm:
+        coefficients[:, SCALE] = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0).float()
+    coefficients[:, GO] = taken.float()
+    return norm, taken

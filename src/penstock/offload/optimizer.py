@@ -1,0 +1,383 @@
+"""OffloadAdamW: exact AdamW whose state lives where there is room, in anyone's training loop.
+
+    optimizer = OffloadAdamW(model, lr=1e-5)
+    for batch in data:
+        with optimizer.accumulate():          # around every micro-batch but the last
+            model(batch.first).backward()
+        model(batch.last).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+Schedule `after-norm`: gradients stay until the global norm is known on the device. `step` then enqueues the updates in
+forward order, and the next forward of each unit waits only for its own. Schedule `in-backward`: a unit is updated as soon
+as its gradients are final, which leaves no global norm to clip by. Speculating on the norm and rolling back was rejected:
+a rollback cannot restore the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import RecipeError
+from penstock.hardware import usable_cores
+from penstock.offload.homes import Chunk, Coefficients, Home, HostHome, ResidentHome, StreamHome
+from penstock.offload.kernels import GO, join, split
+from penstock.offload.lanes import Lane, Mark, main_mark, main_waits
+from penstock.offload.norm import Norm, Scalars, clip
+
+HomeName = Literal["gpu", "stream", "host"]
+Schedule = Literal["after-norm", "in-backward"]
+DEFAULT_CHUNK = 1 << 24
+"""Elements in a chunk: 160 MiB of state, long enough a copy to run at the link's full rate."""
+
+
+@dataclass
+class _Unit:
+    """Weights needed together in forward, the chunks of their state, and what the next forward must wait for."""
+
+    module: nn.Module
+    parameters: list[int] = field(default_factory=list)
+    waiting: int = 0
+    updates: list[Future[Mark]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A step, on the device: reading a value makes the host wait."""
+
+    grad_norm: Tensor
+    taken: Tensor
+    done: Mark
+
+
+class OffloadAdamW(torch.optim.Optimizer):
+    """AdamW with an exact fp32 master for bf16 weights and state in three homes. See the module's docstring."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_grad_norm: float = 1.0,
+        *,
+        params: Iterable[dict[str, Any]] | None = None,
+        homes: HomeName | Mapping[HomeName, float] = "gpu",
+        schedule: Schedule | Literal["auto"] = "auto",
+        overlap: bool = True,
+        chunk_size: int = DEFAULT_CHUNK,
+        cpu_adam_cores: float = 0.9,
+        working_dtype: torch.dtype | None = None,
+        units: Iterable[nn.Module] | None = None,
+    ) -> None:
+        self.schedule: Schedule = ("after-norm" if max_grad_norm else "in-backward") if schedule == "auto" else schedule
+        if self.schedule == "in-backward" and max_grad_norm:
+            raise RecipeError(
+                f"max_grad_norm = {max_grad_norm}: with in-backward the norm is not known when weights are updated",
+                remedy="Set max_grad_norm to 0, or use the schedule after-norm.",
+            )
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params if params is not None else trainable, defaults)
+        self.max_grad_norm, self._overlap = max_grad_norm, overlap
+        self._parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self._group_of = [i for i, g in enumerate(self.param_groups) for p in g["params"] if p.requires_grad]
+        self._device = self._parameters[0].device
+        self._check_parameters()
+        remainders = self._round_to(working_dtype)
+        self._norm = Norm([p.numel() for p in self._parameters], self._device)
+        self._scalars = Scalars(len(self.param_groups), self._device)
+        self._chunks = [self._cut(i, chunk_size) for i in range(len(self._parameters))]
+        self._update_lane = Lane(self._device)
+        self._home_of = self._assign(homes if isinstance(homes, Mapping) else {homes: 1.0}, cpu_adam_cores)
+        self._start_from(remainders)
+        self._units = self._find_units(model, units)
+        self._hold_updates = False  # inside accumulate()
+        self._open = False  # a step has begun: its first gradient is final
+        self._final: dict[int, Tensor] = {}  # final gradients on the device, by parameter
+        self._sent: set[int] = set()  # parameters whose gradients have all gone down
+        self._coefficients: Tensor | None = None
+        self._keep: list[object] = []  # tensors that lanes still read
+        self.report: StepReport | None = None
+        self._attach(model)
+
+    # ------------------------------------------------------------------ setting up
+
+    def _check_parameters(self) -> None:
+        for p in self._parameters:
+            if p.dtype not in (torch.bfloat16, torch.float32) or p.device != self._device or not p.is_contiguous():
+                raise RecipeError(
+                    f"a parameter of shape {tuple(p.shape)} is {p.dtype} on {p.device}",
+                    remedy="OffloadAdamW takes contiguous bf16 and fp32 parameters that are all on one device.",
+                )
+
+    def _cut(self, index: int, chunk_size: int) -> list[Chunk]:
+        p = self._parameters[index]
+        starts = range(0, p.numel(), chunk_size)
+        return [Chunk(index, start, min(chunk_size, p.numel() - start), p.dtype) for start in starts]
+
+    def _assign(self, fractions: Mapping[HomeName, float], cpu_adam_cores: float) -> dict[Chunk, Home]:
+        """Deal the chunks out so that every stretch of the model has the same mix: the pipe is then always busy."""
+        total = sum(fractions.values())
+        owed = dict.fromkeys(fractions, 0.0)
+        dealt: dict[HomeName, list[Chunk]] = {"gpu": [], "stream": [], "host": []}
+        for chunk in (c for chunks in self._chunks for c in chunks):
+            for name, fraction in fractions.items():
+                owed[name] += chunk.size * fraction / total
+            home = max(owed, key=lambda name: owed[name])
+            owed[home] -= chunk.size
+            dealt[home].append(chunk)
+        cores = usable_cores()
+        homes: dict[HomeName, Callable[[list[Chunk]], Home]] = {
+            "gpu": lambda c: ResidentHome(c, self._device, self._update_lane),
+            "stream": lambda c: StreamHome(c, self._device, self._update_lane),
+            "host": lambda c: HostHome(c, self._device, cores=cores[: max(1, int(len(cores) * cpu_adam_cores))]),
+        }
+        self._homes = [(homes[name](chunks), chunks) for name, chunks in dealt.items() if chunks]
+        return {chunk: home for home, chunks in self._homes for chunk in chunks}
+
+    @torch.no_grad()
+    def _round_to(self, dtype: torch.dtype | None) -> list[Tensor | None]:
+        """Round fp32 weights to bf16 if asked; the remainders keep the precision that the weights lose."""
+        remainders: list[Tensor | None] = [None] * len(self._parameters)
+        for index, p in enumerate(self._parameters):
+            if dtype is torch.bfloat16 and p.dtype is torch.float32:
+                weight, remainders[index] = split(p.detach().view(-1))
+                p.data = weight.view(p.shape)
+        return remainders
+
+    @torch.no_grad()
+    def _start_from(self, remainders: list[Tensor | None]) -> None:
+        """Every home learns the weights it starts from."""
+        for chunks, p, remainder in zip(self._chunks, self._parameters, remainders, strict=True):
+            for chunk in chunks:
+                home = self._home_of[chunk]
+                home.weight_was_set(chunk, chunk.of(p.detach().view(-1)))
+                if remainder is not None:
+                    chunk.view(home.state(chunk)).remainder.copy_(chunk.of(remainder))
+
+    def _find_units(self, model: nn.Module, units: Iterable[nn.Module] | None) -> list[_Unit]:
+        """The given modules, or the elements of every list of modules, then each module with weights of its own."""
+        index_of = {id(p): i for i, p in enumerate(self._parameters)}
+        lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
+        chosen = set(units) if units is not None else {element for modules in lists for element in modules}
+        found: list[_Unit] = []
+        for module in model.modules():
+            own = module.parameters(recurse=module in chosen)
+            indices = [index_of.pop(id(p)) for p in own if id(p) in index_of]
+            if indices:
+                found.append(_Unit(module, indices, waiting=len(indices)))
+        return found
+
+    def _attach(self, model: nn.Module) -> None:
+        """Hooks: a unit's forward waits for its update; a final gradient is taken; state_dict waits for everything."""
+        for unit in self._units:
+            unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._wait(unit))
+            for index in unit.parameters:
+                hook = cast(Callable[[Tensor], None], lambda p, i=index, u=unit: self._gradient_final(i, u))
+                self._parameters[index].register_post_accumulate_grad_hook(hook)
+        model.register_state_dict_pre_hook(lambda *_: self.synchronize())
+
+    # ------------------------------------------------------------------ one step
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Around the backward of every micro-batch but the last: gradients add up, and none of them is final."""
+        self._hold_updates = True
+        try:
+            yield
+        finally:
+            self._hold_updates = False
+
+    def _begin(self) -> None:
+        self._open = True
+        self._keep.clear()  # every unit's forward has waited for its update, so no lane reads these any more
+        self._norm.clear()
+        self._coefficients = self._scalars.coefficients(self.param_groups)
+
+    @torch.no_grad()
+    def _gradient_final(self, index: int, unit: _Unit) -> None:
+        if self._hold_updates:
+            return
+        if not self._open:
+            self._begin()
+        gradient = self._parameters[index].grad
+        assert gradient is not None
+        flat = gradient.contiguous().view(-1)
+        self._norm.add(index, flat)
+        self._final[index] = flat
+        if self.schedule == "in-backward":
+            unit.waiting -= 1
+            if unit.waiting == 0:
+                self._update_unit(unit, self._go_if_finite())
+        elif self._overlap:
+            self._send_down(index, flat)
+
+    def _go_if_finite(self) -> Tensor:
+        """Coefficients that stop the update once a gradient of this step was not finite.
+
+        A copy, because units that are updating now still read the one before. Units before the first bad gradient have
+        been updated by then; a loss that is not finite makes all gradients so, and then none has.
+        """
+        assert self._coefficients is not None
+        coefficients = self._coefficients.clone()
+        coefficients[:, GO] = self._norm.finite_so_far().float()
+        return coefficients
+
+    def _send_down(self, index: int, flat: Tensor) -> None:
+        """Start gradients of host chunks on their way; free the whole gradient if all of it goes."""
+        homes = [self._home_of[chunk] for chunk in self._chunks[index]]
+        for chunk, home in zip(self._chunks[index], homes, strict=True):
+            home.gradient_final(chunk, chunk.of(flat))
+        if self._device.type == "cuda" and all(isinstance(home, HostHome) for home in homes):
+            self._sent.add(index)
+            del self._final[index]
+            self._parameters[index].grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update from the gradients of the backward that just ran. Enqueues only; nothing here waits for the device."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._open:  # no gradient arrived: nothing to do, as in torch
+            return loss
+        coefficients = self._coefficients
+        assert coefficients is not None
+        if self.schedule == "after-norm":
+            norm, taken = clip(coefficients, self._norm.total(), self.max_grad_norm)
+        else:
+            coefficients = self._go_if_finite()
+            norm, taken = self._norm.total().sqrt(), coefficients[0, GO] != 0
+        for unit in self._units:
+            if any(i in self._final or i in self._sent for i in unit.parameters):
+                self._update_unit(unit, coefficients)
+        self._scalars.advance(self.param_groups, taken)
+        self.report = StepReport(norm, taken, main_mark(self._device))
+        for unit in self._units:
+            unit.waiting = len(unit.parameters)
+        self._open, self._coefficients = False, None
+        self._final.clear()
+        self._sent.clear()
+        if not self._overlap:
+            self.synchronize()
+        return loss
+
+    def _update_unit(self, unit: _Unit, coefficients: Tensor) -> None:
+        rows = self._on_host(coefficients)
+        self._update_lane.wait(main_mark(self._device))  # backward is still writing gradients and reading weights
+        for index in unit.parameters:
+            flat = self._final.pop(index, None)
+            if flat is None and index not in self._sent:
+                continue  # no gradient in this step: the parameter stays, as in torch
+            if flat is not None and not (self._overlap and self.schedule == "after-norm"):
+                for chunk in self._chunks[index]:
+                    self._home_of[chunk].gradient_final(chunk, chunk.of(flat))
+            weight = self._parameters[index].detach().view(-1)
+            for chunk in self._chunks[index]:
+                part = None if flat is None else chunk.of(flat)
+                row = rows[self._group_of[index]]
+                unit.updates.append(self._home_of[chunk].update(chunk, chunk.of(weight), part, row))
+            if flat is not None:
+                self._update_lane.uses(flat)  # zero_grad frees it on the host while the lane still reads it
+                self._keep.append(flat)
+            if self.schedule == "in-backward":
+                self._parameters[index].grad = None
+
+    def _on_host(self, coefficients: Tensor) -> list[Coefficients]:
+        """A row a group, on the device and, for the C kernel, on the host."""
+        if any(isinstance(home, HostHome) for home, _ in self._homes) and coefficients.is_cuda:
+            host = torch.empty(coefficients.shape, dtype=torch.float32, pin_memory=True)
+            host.copy_(coefficients, non_blocking=True)
+        else:
+            host = coefficients
+        mark = main_mark(self._device)
+        self._keep.append(coefficients)
+        return [Coefficients(device, own, mark) for device, own in zip(coefficients, host, strict=True)]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients. Zeroing them in place must first wait for the updates that still read them."""
+        if not set_to_none:
+            self.synchronize()
+        super().zero_grad(set_to_none)
+
+    def _wait(self, unit: _Unit) -> None:
+        """The calling thread's stream goes on only after this unit's update."""
+        for update in unit.updates:
+            main_waits(self._device, update.result())
+        unit.updates.clear()
+
+    def wait_for(self, module: nn.Module) -> None:
+        """For weights that are used without calling their module: wait for their update first."""
+        wanted = {id(p) for p in module.parameters(recurse=False)}
+        for unit in self._units:
+            if any(id(self._parameters[i]) in wanted for i in unit.parameters):
+                self._wait(unit)
+
+    def synchronize(self) -> None:
+        """Wait until every update has been made; weights and state may then be read anywhere."""
+        for unit in self._units:
+            self._wait(unit)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    # ------------------------------------------------------------------ state, independent of homes and chunking
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, per parameter, on the CPU: step count, powers, fp32 master and moments, parameter groups."""
+        self.synchronize()
+        entries = [self._state_of(index) for index in range(len(self._parameters))]
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        scalars = {"steps": self._scalars.steps.cpu(), "powers": self._scalars.powers.cpu()}
+        return {"state": entries, "param_groups": groups, **scalars}
+
+    def _state_of(self, index: int) -> dict[str, Tensor]:
+        p = self._parameters[index]
+        weight = p.detach().view(-1)
+        parts = []
+        for chunk in self._chunks[index]:
+            view = chunk.view(self._home_of[chunk].state(chunk))
+            own = chunk.of(weight)
+            remainder = view.remainder.to(own.device)
+            master = join(own, remainder) if p.dtype is torch.bfloat16 else own
+            parts.append([t.cpu() for t in (master, view.first, view.second)])
+        names = ("master", "exp_avg", "exp_avg_sq")
+        columns = zip(*parts, strict=True)
+        return {name: torch.cat(column).view(p.shape) for name, column in zip(names, columns, strict=True)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take everything back, weights included: the working weight is the rounded master."""
+        self.synchronize()
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+        self._scalars.steps = state_dict["steps"].to(self._device)
+        self._scalars.powers = state_dict["powers"].to(self._device)
+        for index, entry in enumerate(state_dict["state"]):
+            p = self._parameters[index]
+            flat = {name: tensor.reshape(-1) for name, tensor in entry.items()}
+            for chunk in self._chunks[index]:
+                view = chunk.view(self._home_of[chunk].state(chunk))
+                master = chunk.of(flat["master"])
+                weight, remainder = split(master) if p.dtype is torch.bfloat16 else (master, view.remainder)
+                chunk.of(p.detach().view(-1)).copy_(weight)
+                view.remainder.copy_(remainder)
+                view.first.copy_(chunk.of(flat["exp_avg"]))
+                view.second.copy_(chunk.of(flat["exp_avg_sq"]))
+        self._start_from([None] * len(self._parameters))
+
+    def close(self) -> None:
+        """Give back state, arenas and threads; the weights stay."""
+        self.synchronize()
+        for home, _ in self._homes:
+            home.close()

@@ -1,0 +1,280 @@
+"""The contracts of the numbers: homes, chunkings, schedules and threads change no bit; AdamW is AdamW."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from penstock.errors import RecipeError
+from penstock.offload.optimizer import OffloadAdamW
+
+HOMES = ["gpu", "stream", "host", {"gpu": 0.4, "stream": 0.3, "host": 0.3}]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU on this machine")
+    return request.param
+
+
+class Net(nn.Module):
+    """Odd sizes, a list of layers, tied weights, a frozen weight, and a weight without gradient."""
+
+    def __init__(self, dtype=torch.bfloat16, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(37, 24)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(24, 41), nn.GELU(), nn.Linear(41, 24)) for _ in range(3))
+        self.norm = nn.LayerNorm(24)
+        self.head = nn.Linear(24, 37, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Parameter(torch.ones(5))
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.to(dtype)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x))
+
+
+def batches(steps, device="cpu", rows=8):
+    gen = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 37, (rows, 9), generator=gen).to(device) for _ in range(steps)]
+
+
+def loss_of(model, ids):
+    return nn.functional.cross_entropy(model(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def run(steps=6, dtype=torch.bfloat16, device="cpu", model=None, data=None, before_step=None, **options):
+    model = model or Net(dtype).to(device)
+    options = {"lr": 3e-3, "max_grad_norm": 0.5, **options}
+    optimizer = OffloadAdamW(model, **options)
+    losses = []
+    for number, ids in enumerate(data or batches(steps, device)):
+        loss = loss_of(model, ids)
+        loss.backward()
+        if before_step:
+            before_step(number, model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    optimizer.synchronize()
+    return model, optimizer, losses
+
+
+def assert_same(a, b):
+    (model_a, optimizer_a, _), (model_b, optimizer_b, _) = a, b
+    for (name, p), q in zip(model_a.named_parameters(), model_b.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    state_a, state_b = optimizer_a.state_dict(), optimizer_b.state_dict()
+    assert torch.equal(state_a["steps"], state_b["steps"])
+    for entry_a, entry_b in zip(state_a["state"], state_b["state"], strict=True):
+        assert all(torch.equal(entry_a[k], entry_b[k]) for k in entry_a)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("clip", [0.5, 0.0])
+@pytest.mark.parametrize("homes", HOMES[1:])
+def test_homes_give_the_same_bits(homes, clip, dtype, device):
+    plain = run(homes="gpu", dtype=dtype, max_grad_norm=clip, schedule="after-norm", device=device)
+    other = run(homes=homes, dtype=dtype, max_grad_norm=clip, chunk_size=100, device=device)
+    assert_same(plain, other)
+    assert plain[2] == other[2]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 2000), st.sampled_from(HOMES), st.booleans(), st.floats(0.1, 1.0))
+def test_chunking_overlap_and_threads_change_no_bit(chunk_size, homes, overlap, cores):
+    plain = run(steps=3)
+    assert_same(plain, run(steps=3, homes=homes, chunk_size=chunk_size, overlap=overlap, cpu_adam_cores=cores))
+
+
+def reference(model, data, max_grad_norm, lr=3e-3):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
+    for ids in data:
+        optimizer.zero_grad()
+        loss_of(model, ids).backward()
+        if max_grad_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("clip", [0.5, 0.0])
+def test_a_hundred_steps_against_torch_and_fp64(clip):
+    data = batches(100)
+    start = Net(torch.float32)
+    ours, *_ = run(dtype=torch.float32, model=copy.deepcopy(start), data=data, max_grad_norm=clip)
+    theirs = reference(copy.deepcopy(start), data, clip)
+    exact = reference(copy.deepcopy(start).double(), data, clip)
+    flat = [torch.cat([p.detach().double().flatten() for p in m.parameters()]) for m in (start, ours, theirs, exact)]
+    begin, ours, theirs, exact = flat
+    assert (ours - theirs).abs().max() <= 1e-4 * (exact - begin).abs().max()
+    assert (ours - exact).norm() <= 2 * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_the_working_weight_is_the_rounded_master(homes):
+    model, optimizer, _ = run(homes=homes, chunk_size=100)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for p, entry in zip(parameters, optimizer.state_dict()["state"], strict=True):
+        bits = entry["master"].view(torch.int32)
+        rounded = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+        assert torch.equal(p.detach().cpu(), rounded)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("homes", HOMES)
+def test_a_gradient_that_is_not_finite_changes_nothing(homes, bad, device):
+    data = batches(4, device)
+
+    def poison(number, model, optimizer):
+        if number == 2:
+            optimizer._norm._sums[0] = bad  # what a bad gradient leaves
+
+    def check(number, model, optimizer):
+        poison(number, model, optimizer)
+
+    model = Net().to(device)
+    skipped = run(model=model, data=data, homes=homes, chunk_size=100, before_step=check, device=device)
+    assert int(skipped[1].state_dict()["steps"]) == 3
+    assert_same(skipped, run(data=[data[0], data[1], data[3]], homes="gpu", device=device))
+
+
+@pytest.mark.parametrize("schedule", ["after-norm", "in-backward"])
+@pytest.mark.parametrize("homes", HOMES)
+def test_a_loss_that_is_not_finite_skips_the_step(homes, schedule, device):
+    model = Net().to(device)
+    optimizer = OffloadAdamW(model, lr=1e-2, max_grad_norm=0.0, schedule=schedule, homes=homes, chunk_size=100)
+    before = copy.deepcopy(model.state_dict())
+    (loss_of(model, batches(1, device)[0]) * float("nan")).backward()
+    optimizer.step()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert int(optimizer.state_dict()["steps"]) == 0
+    assert not bool(optimizer.report.taken)
+
+
+@pytest.mark.parametrize("schedule", ["after-norm", "in-backward"])
+@pytest.mark.parametrize("homes", HOMES)
+def test_accumulated_micro_batches_equal_one_batch(homes, schedule):
+    data = batches(5, rows=8)
+    options = {"max_grad_norm": 0.0, "schedule": schedule, "homes": homes, "chunk_size": 64}
+    whole, *_ = run(dtype=torch.float32, data=data, **options)
+    model = Net(torch.float32)
+    optimizer = OffloadAdamW(model, lr=3e-3, **options)
+    for ids in data:
+        *first, last = ids.split(2)
+        for part in first:
+            with optimizer.accumulate():
+                (loss_of(model, part) / 4).backward()
+        (loss_of(model, last) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    for p, q in zip(whole.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=2e-5)
+
+
+def test_without_the_remainder_a_small_learning_rate_moves_nothing():
+    """The negative control: rounding the master away each step stalls the weights; keeping it does not."""
+    model, data = Net(), batches(30)
+    start = [p.detach().clone() for p in model.parameters()]
+    optimizer = OffloadAdamW(model, lr=1e-5, weight_decay=0.0)
+    for ids in data:
+        loss_of(model, ids).backward()
+        optimizer.step()
+        optimizer.synchronize()
+        for home, chunks in optimizer._homes:
+            for chunk in chunks:
+                chunk.view(home.state(chunk)).remainder.zero_()
+        optimizer.zero_grad()
+    large = [(p, q) for p, q in zip(model.parameters(), start, strict=True) if p.requires_grad]
+    moved = sum(int(((p != q) & (q.abs() > 0.1)).sum()) for p, q in large)
+    assert moved == 0
+    kept, *_ = run(data=data, lr=1e-5, weight_decay=0.0, max_grad_norm=1.0)
+    assert sum(int((p != q).sum()) for p, q in zip(kept.parameters(), start, strict=True)) > 100
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_state_moves_between_homes_and_chunkings_to_the_bit(homes, device):
+    data = batches(6, device)
+    straight = run(data=data, device=device)
+    model, optimizer, _ = run(data=data[:3], homes=homes, chunk_size=100, device=device)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.close()
+    other = Net(seed=9).to(device)
+    resumed = OffloadAdamW(other, lr=1.0, max_grad_norm=0.5, homes={"host": 0.5, "stream": 0.5}, chunk_size=333)
+    resumed.load_state_dict(saved)
+    for ids in data[3:]:
+        loss_of(other, ids).backward()
+        resumed.step()
+        resumed.zero_grad()
+    resumed.synchronize()
+    other.unused.data.copy_(straight[0].unused)
+    assert_same(straight, (other, resumed, None))
+
+
+def test_fp32_weights_keep_their_precision_in_the_master():
+    start = Net(torch.float32)
+    model = copy.deepcopy(start)
+    optimizer = OffloadAdamW(model, working_dtype=torch.bfloat16, homes="host", chunk_size=50)
+    assert model.embed.weight.dtype is torch.bfloat16
+    masters = [entry["master"] for entry in optimizer.state_dict()["state"]]
+    assert all(torch.equal(p.detach(), m) for p, m in zip((q for q in start.parameters() if q.requires_grad), masters))
+
+
+def test_parameter_groups_and_schedulers_reach_the_update():
+    data = batches(5)
+    model, twin = Net(torch.float32), Net(torch.float32)
+
+    def groups(m):
+        decayed = [m.embed.weight, *(p for p in m.layers.parameters() if p.ndim == 2)]
+        ids = {id(p) for p in decayed}
+        rest = [p for p in m.parameters() if p.requires_grad and id(p) not in ids]
+        return [{"params": decayed, "weight_decay": 0.3, "lr": 1e-2}, {"params": rest, "betas": (0.5, 0.9)}]
+
+    ours = OffloadAdamW(model, lr=3e-3, params=groups(model), weight_decay=0.0, max_grad_norm=0.0)
+    theirs = torch.optim.AdamW(groups(twin), lr=3e-3, weight_decay=0.0)
+    for optimizer, net in ((ours, model), (theirs, twin)):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (t + 1))
+        for ids in data:
+            loss_of(net, ids).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    ours.synchronize()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_model_state_dict_waits_for_the_updates():
+    a, b = Net(), Net()
+    for model, homes in ((a, "gpu"), (b, "host")):
+        optimizer = OffloadAdamW(model, lr=1e-2, homes=homes, chunk_size=16)
+        loss_of(model, batches(1)[0]).backward()
+        optimizer.step()
+    saved_a, saved_b = a.state_dict(), b.state_dict()
+    assert all(torch.equal(saved_a[k], saved_b[k]) for k in saved_a)
+
+
+def test_clipping_in_backward_is_refused():
+    with pytest.raises(RecipeError, match="max_grad_norm"):
+        OffloadAdamW(Net(), max_grad_norm=1.0, schedule="in-backward")
+
+
+def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
+    model = Net()
+    optimizer = OffloadAdamW(model, homes="host")
+    monkeypatch.setattr("penstock.offload.homes.adamw_", lambda *_: 1 / 0)
+    loss_of(model, batches(1)[0]).backward()
+    optimizer.step()
+    with pytest.raises(ZeroDivisionError):
+        optimizer.synchronize()
