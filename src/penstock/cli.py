@@ -20,37 +20,37 @@ from penstock.presets import PRESETS
 from penstock.recipe import Recipe, to_dict, with_values
 
 Flag = Annotated[bool, FlagCreatePairsOff]
-Args = TypeVar("Args")
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainArgs:
-    """Fine-tune every parameter of a model. RECIPE is a preset or a YAML file; without one, `demo`."""
+class RecipeArgs:
+    """What every command that takes a recipe has."""
 
     recipe: OmitArgPrefixes[Recipe]
     json: Flag = False
     """Print one JSON object on standard output; everything else goes to standard error."""
+    debug: Flag = False
+    """Show tracebacks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainArgs(RecipeArgs):
+    """Fine-tune every parameter of a model. RECIPE is a preset or a YAML file; without one, `demo`."""
+
     dry_run: Flag = False
     """Check everything and say what would happen, without loading weights or writing."""
     overwrite: Flag = False
     """Replace an earlier run in the output directory."""
     quiet: Flag = False
     """Print nothing but the result and errors."""
-    debug: Flag = False
-    """Show tracebacks."""
 
 
 @dataclasses.dataclass(frozen=True)
-class DataArgs:
+class DataArgs(RecipeArgs):
     """Show what the model will see: tokens and mask, packing, lengths, what was cut or dropped."""
 
-    recipe: OmitArgPrefixes[Recipe]
     examples: int = 3
     """Examples shown token by token."""
-    json: Flag = False
-    """Print the counts as one JSON object."""
-    debug: Flag = False
-    """Show tracebacks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +189,14 @@ def generate(words: list[str]) -> int:
     args = tyro.cli(GenerateArgs, args=words, prog="penstock generate")
     from penstock.generate import generate as run
 
-    options = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
-    answer = run(Path(args.run), args.prompt, **options, seed=args.seed, device=args.device)
+    answer = run(
+        Path(args.run),
+        args.prompt,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        device=args.device,
+    )
     print(json.dumps({"prompt": args.prompt, "answer": answer}) if args.json else answer)
     return 0
 
@@ -203,7 +209,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
-def _parse_with_recipe(kind: Callable[..., Args], command: str, words: list[str]) -> Args:
+Args = TypeVar("Args", bound=RecipeArgs)
+
+
+def _parse_with_recipe(kind: type[Args], command: str, words: list[str]) -> Args:
     """Flags over YAML over preset: the recipe that is named becomes the default of every flag."""
     named = bool(words) and not words[0].startswith("-")
     base = find_recipe(words[0] if named else "demo")
@@ -239,7 +248,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen: set[object] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
             seen.add(key)

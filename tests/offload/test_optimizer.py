@@ -65,7 +65,7 @@ def run(steps=6, dtype=torch.bfloat16, device="cpu", model=None, data=None, befo
             before_step(number, model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     optimizer.synchronize()
     return model, optimizer, losses
 
@@ -207,7 +207,7 @@ def test_without_the_remainder_a_small_learning_rate_moves_nothing():
 def test_state_moves_between_homes_and_chunkings_to_the_bit(homes, device):
     data = batches(6, device)
     straight = run(data=data, device=device)
-    model, optimizer, _ = run(data=data[:3], homes=homes, chunk_size=100, device=device)
+    _, optimizer, _ = run(data=data[:3], homes=homes, chunk_size=100, device=device)
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.close()
     other = Net(seed=9).to(device)
@@ -228,7 +228,8 @@ def test_fp32_weights_keep_their_precision_in_the_master():
     optimizer = OffloadAdamW(model, working_dtype=torch.bfloat16, homes="host", chunk_size=50)
     assert model.embed.weight.dtype is torch.bfloat16
     masters = [entry["master"] for entry in optimizer.state_dict()["state"]]
-    assert all(torch.equal(p.detach(), m) for p, m in zip((q for q in start.parameters() if q.requires_grad), masters))
+    trained = [p.detach() for p in start.parameters() if p.requires_grad]
+    assert all(torch.equal(p, m) for p, m in zip(trained, masters, strict=True))
 
 
 def test_parameter_groups_and_schedulers_reach_the_update():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +14,39 @@ from transformers import PreTrainedModel
 from penstock.data.loader import MicroBatch
 from penstock.engine import StepResult
 from penstock.model.attention import Segments, use_attention
-from penstock.model.loss import packed_loss
+from penstock.model.loss import check_logits, packed_loss
 from penstock.model.recompute import set_recompute
 from penstock.model.units import find_units
 from penstock.offload.optimizer import OffloadAdamW
 from penstock.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one full micro-batch takes, gradients not counted."""
+
+    activation_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+
+
+def full_batch(rows: int, length: int, vocab_size: int) -> MicroBatch:
+    """Rows without padding, each one example, every token trained on: the most that a micro-batch can take."""
+    ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    places = torch.arange(rows * length).view(rows, length)
+    return MicroBatch(
+        input_ids=ids,
+        position_ids=(places % length),
+        boundaries=tuple(range(0, rows * length + 1, length)),
+        target_index=places[:, :-1].flatten(),
+        targets=ids[:, 1:].flatten(),
+        num_tokens=rows * length,
+        num_trained=rows * (length - 1),
+    )
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 class NativeEngine:
@@ -27,8 +57,10 @@ class NativeEngine:
         self.units = find_units(model)
         self.device = next(model.parameters()).device
         use_attention(model, recipe.attention)
+        check_logits(model, self.units)
         set_recompute(self.units.layers, recipe.recompute)
         model.train()
+        trial = self._try_once(recipe)
         self.optimizer = OffloadAdamW(
             model,
             lr=recipe.lr,
@@ -37,17 +69,39 @@ class NativeEngine:
             max_grad_norm=recipe.max_grad_norm,
             params=decay_groups(model, recipe.weight_decay),
             units=self.units.layers,
+            activation_bytes=trial.activation_bytes,
+            hidden_seconds=trial.forward_seconds if recipe.max_grad_norm else trial.backward_seconds,
             working_dtype=torch.bfloat16 if recipe.dtype == "bf16" else None,
         )
-        # The loss reads the head's weight without calling the head, so nothing else would wait for its update.
-        self.units.backbone.register_forward_hook(lambda *_: self.optimizer.wait_for(self.units.head))
         self._loss = torch.zeros((), device=self.device)
+
+    def _try_once(self, recipe: Recipe) -> Trial:
+        """One forward and backward of a full micro-batch, to see what activations need before state takes the rest."""
+        if self.device.type != "cuda":
+            return Trial(0, 0.0, 0.0)
+        dropped = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in self.model.parameters()]
+        batch = full_batch(recipe.rows_at_once, recipe.max_length, self.model.config.get_text_config().vocab_size)
+        before = torch.cuda.memory_allocated(self.device)
+        for _ in range(2):  # the first also compiles kernels and makes workspaces
+            torch.cuda.reset_peak_memory_stats(self.device)
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            marks[0].record()
+            loss = self._loss_sum(batch)
+            marks[1].record()
+            loss.backward()
+            marks[2].record()
+            del loss
+            torch.cuda.synchronize(self.device)
+        for hook in dropped:
+            hook.remove()
+        forward, backward = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
+        return Trial(torch.cuda.max_memory_allocated(self.device) - before, forward, backward)
 
     def accumulate(self, batch: MicroBatch, trained_in_step: int, *, last: bool) -> None:
         """Forward and backward; the gradients of the last micro-batch are final."""
         loss = self._loss_sum(batch) / trained_in_step
         with nullcontext() if last else self.optimizer.accumulate():
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         self._loss += loss.detach()
 
     def step(self, lr: float) -> StepResult:

@@ -1,5 +1,8 @@
-"""The Triton side of `kernels.py`. Fusion is off and square root and division are the correctly rounded ones: with
-fusion on, half of all weights differ from the CPU's after a step."""
+"""The Triton side of `kernels.py`.
+
+Fusion is off, and square root and division are the correctly rounded ones: with fusion on, half of all weights differ
+from the CPU's after a step.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from penstock.offload.kernels import SPAN_LANES, SPAN_ROWS
 BLOCK = 1024
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _adamw(
     weight: Any, gradient: Any, remainder: Any, first: Any, second: Any, scalars: Any, n: Any,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr,
@@ -48,7 +51,7 @@ def _adamw(
             tl.store(weight + at, master, mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _span_sums(values: Any, sums: Any, n: Any, ROWS: tl.constexpr, LANES: tl.constexpr, LEVELS: tl.constexpr) -> None:
     start = tl.program_id(0).to(tl.int64) * (ROWS * LANES)
     lanes = tl.zeros([LANES], dtype=tl.float64)
@@ -77,5 +80,12 @@ def launch_span_sums(values: Tensor, out: Tensor) -> None:
     """Sum the squares of every span on the current stream."""
     levels = SPAN_LANES.bit_length() - 1
     _span_sums[(out.numel(),)](
-        values, out, values.numel(), ROWS=SPAN_ROWS, LANES=SPAN_LANES, LEVELS=levels, num_warps=4, enable_fp_fusion=False
+        values,
+        out,
+        values.numel(),
+        ROWS=SPAN_ROWS,
+        LANES=SPAN_LANES,
+        LEVELS=levels,
+        num_warps=4,
+        enable_fp_fusion=False,
     )

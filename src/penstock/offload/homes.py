@@ -1,7 +1,7 @@
 """The three homes of state. They differ in where a chunk's state lies and who updates it, never in a bit of the result.
 
 `gpu`: state lies beside the weights and is updated there.
-`stream`: state lies in an arena; a chunk travels in, is updated by the same kernel, and travels out, as one copy each way.
+`stream`: state lies in an arena; a chunk travels in, is updated by the same kernel, and travels out: one copy each way.
 `host`: state lies in an arena and is updated there by CPU threads; the gradient comes down, the weight goes up.
 
 A queue to another process was rejected for `host`: it needs a second copy of every tensor and loses the pinning. The C
@@ -22,8 +22,10 @@ from penstock.offload.arena import Arena, padded
 from penstock.offload.kernels import StateView, adamw_
 from penstock.offload.lanes import Lane, Mark, main_mark
 
+NUM_SLOTS = 4
+"""Staging slots of `stream`: one arriving, one updating, one leaving, one to absorb jitter."""
 HOST_PART = 1 << 20
-"""Elements that one thread updates in one call of the C kernel: a few milliseconds of work, little waiting at the end."""
+"""Elements that one thread updates in one call of the C kernel: a few milliseconds, so little waiting at the end."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,12 @@ class ResidentHome:
 class StreamHome:
     """`stream`: state in an arena, updated on the device in one of a few staging slots."""
 
-    def __init__(self, chunks: Sequence[Chunk], device: torch.device, update_lane: Lane, *, num_slots: int = 4) -> None:
+    def __init__(self, chunks: Sequence[Chunk], device: torch.device, update_lane: Lane) -> None:
         self._arena = Arena(sum(padded(c.state_bytes) for c in chunks), pinned=device.type == "cuda")
         self._state = {c: self._arena.cut(c.state_bytes) for c in chunks}
         slot_bytes = max((c.state_bytes for c in chunks), default=0)
-        self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(num_slots)]
-        self._free = [main_mark(device)] * num_slots
+        self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
+        self._free = [main_mark(device)] * NUM_SLOTS
         self._in, self._update, self._out = Lane(device), update_lane, Lane(device)
         self._turn = 0
 

@@ -135,9 +135,7 @@ def host_library() -> ctypes.CDLL | None:
     return None
 
 
-def _call_adamw(
-    library: ctypes.CDLL, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor
-) -> None:
+def _call_adamw(library: ctypes.CDLL, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> None:
     size, scalars = ctypes.c_int64(weight.numel()), _pointer(coefficients)
     if weight.dtype is torch.bfloat16:
         tensors = (weight, gradient, state.remainder, state.first, state.second)

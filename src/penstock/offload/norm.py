@@ -58,8 +58,8 @@ class Scalars:
         power1, power2 = (self.powers * torch.stack((beta1, beta2), dim=1)).unbind(1)
         ones = torch.ones_like(lr)
         rows = (
-            ones, beta1, 1 - beta1, beta2, 1 - beta2, (1 - power2).sqrt(), eps, 1 - lr * weight_decay, lr / (1 - power1),
-            ones,
+            ones, beta1, 1 - beta1, beta2, 1 - beta2, (1 - power2).sqrt(), eps, 1 - lr * weight_decay,
+            lr / (1 - power1), ones,
         )  # fmt: skip
         assert len(rows) == NUM_COEFFICIENTS
         return torch.stack(rows, dim=1).float()

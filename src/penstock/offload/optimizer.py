@@ -9,9 +9,9 @@
         optimizer.zero_grad()
 
 Schedule `after-norm`: gradients stay until the global norm is known on the device. `step` then enqueues the updates in
-forward order, and the next forward of each unit waits only for its own. Schedule `in-backward`: a unit is updated as soon
-as its gradients are final, which leaves no global norm to clip by. Speculating on the norm and rolling back was rejected:
-a rollback cannot restore the bits.
+forward order, and the next forward of each unit waits only for its own. Schedule `in-backward`: a unit is updated as
+soon as its gradients are final, which leaves no global norm to clip by. Speculating on the norm and rolling back was
+rejected: a rollback cannot restore the bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from penstock.errors import RecipeError
 from penstock.hardware import usable_cores
-from penstock.offload.homes import Chunk, Coefficients, Home, HostHome, ResidentHome, StreamHome
+from penstock.offload.auto import choose_homes
+from penstock.offload.homes import NUM_SLOTS, Chunk, Coefficients, Home, HostHome, ResidentHome, StreamHome
 from penstock.offload.kernels import GO, join, split
 from penstock.offload.lanes import Lane, Mark, main_mark, main_waits
 from penstock.offload.norm import Norm, Scalars, clip
@@ -70,12 +71,14 @@ class OffloadAdamW(torch.optim.Optimizer):
         max_grad_norm: float = 1.0,
         *,
         params: Iterable[dict[str, Any]] | None = None,
-        homes: HomeName | Mapping[HomeName, float] = "gpu",
+        homes: Literal["auto"] | HomeName | Mapping[HomeName, float] = "auto",
         schedule: Schedule | Literal["auto"] = "auto",
         overlap: bool = True,
         chunk_size: int = DEFAULT_CHUNK,
         cpu_adam_cores: float = 0.9,
         working_dtype: torch.dtype | None = None,
+        activation_bytes: int = 0,
+        hidden_seconds: float = 0.0,
         units: Iterable[nn.Module] | None = None,
     ) -> None:
         self.schedule: Schedule = ("after-norm" if max_grad_norm else "in-backward") if schedule == "auto" else schedule
@@ -97,7 +100,11 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._scalars = Scalars(len(self.param_groups), self._device)
         self._chunks = [self._cut(i, chunk_size) for i in range(len(self._parameters))]
         self._update_lane = Lane(self._device)
-        self._home_of = self._assign(homes if isinstance(homes, Mapping) else {homes: 1.0}, cpu_adam_cores)
+        cores = usable_cores()
+        self._cores = cores[: max(1, int(len(cores) * cpu_adam_cores))]
+        if homes == "auto":
+            homes = self._choose(activation_bytes, hidden_seconds, chunk_size)
+        self._home_of = self._assign(homes if isinstance(homes, Mapping) else {homes: 1.0})
         self._start_from(remainders)
         self._units = self._find_units(model, units)
         self._hold_updates = False  # inside accumulate()
@@ -124,7 +131,19 @@ class OffloadAdamW(torch.optim.Optimizer):
         starts = range(0, p.numel(), chunk_size)
         return [Chunk(index, start, min(chunk_size, p.numel() - start), p.dtype) for start in starts]
 
-    def _assign(self, fractions: Mapping[HomeName, float], cpu_adam_cores: float) -> dict[Chunk, Home]:
+    def _choose(self, activation_bytes: int, hidden_seconds: float, chunk_size: int) -> dict[HomeName, float]:
+        placement = choose_homes(
+            self._parameters,
+            self._device,
+            gradients_kept=self.schedule == "after-norm",
+            activation_bytes=activation_bytes,
+            staging_bytes=NUM_SLOTS * 10 * chunk_size,
+            hidden_seconds=hidden_seconds,
+            cores=self._cores,
+        )
+        return cast(dict[HomeName, float], placement.fractions())
+
+    def _assign(self, fractions: Mapping[HomeName, float]) -> dict[Chunk, Home]:
         """Deal the chunks out so that every stretch of the model has the same mix: the pipe is then always busy."""
         total = sum(fractions.values())
         owed = dict.fromkeys(fractions, 0.0)
@@ -135,11 +154,10 @@ class OffloadAdamW(torch.optim.Optimizer):
             home = max(owed, key=lambda name: owed[name])
             owed[home] -= chunk.size
             dealt[home].append(chunk)
-        cores = usable_cores()
         homes: dict[HomeName, Callable[[list[Chunk]], Home]] = {
             "gpu": lambda c: ResidentHome(c, self._device, self._update_lane),
             "stream": lambda c: StreamHome(c, self._device, self._update_lane),
-            "host": lambda c: HostHome(c, self._device, cores=cores[: max(1, int(len(cores) * cpu_adam_cores))]),
+            "host": lambda c: HostHome(c, self._device, cores=self._cores),
         }
         self._homes = [(homes[name](chunks), chunks) for name, chunks in dealt.items() if chunks]
         return {chunk: home for home, chunks in self._homes for chunk in chunks}
@@ -315,13 +333,6 @@ class OffloadAdamW(torch.optim.Optimizer):
         for update in unit.updates:
             main_waits(self._device, update.result())
         unit.updates.clear()
-
-    def wait_for(self, module: nn.Module) -> None:
-        """For weights that are used without calling their module: wait for their update first."""
-        wanted = {id(p) for p in module.parameters(recurse=False)}
-        for unit in self._units:
-            if any(id(self._parameters[i]) in wanted for i in unit.parameters):
-                self._wait(unit)
 
     def synchronize(self) -> None:
         """Wait until every update has been made; weights and state may then be read anywhere."""

@@ -1,0 +1,249 @@
+"""Make the demo's base model and tokenizer, `src/penstock/demo/model/`, from the text in this repository.
+
+    python scripts/make_demo.py        about seven minutes on two CPU cores
+
+`penstock train demo` must show a real fine-tuning run in a minute, with no GPU and no network. So the model is small
+(3.2 M parameters), and it is pretrained here on a world as small as itself: the facts of `demo_corpus.txt`, each stated
+in many ways, and little stories. It has read that the capital of France is Paris. It has never seen a question
+with its answer, nor the chat form; that is what the examples in `src/penstock/demo/examples.jsonl` then teach it.
+
+Rejected: random weights (a minute is enough to learn how to answer, not English as well); a published model (the smallest
+useful one is 30 times as large and needs the network); scraped text (licences, and nothing in it about penstocks).
+
+The same machine and thread count give the same bytes. Another machine gives another model as good: sums are ordered differently.
+"""
+
+import itertools
+import math
+import random
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CORPUS = Path("scripts/demo_corpus.txt")
+TARGET = Path("src/penstock/demo/model")
+
+SEED = 42
+NUM_STORIES = 800
+VOCAB_SIZE = 2048
+END_OF_TEXT, START, END, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+ROW_LENGTH, NUM_ROWS, NUM_STEPS = 128, 16, 450
+PEAK_LR, WARMUP_STEPS, WEIGHT_DECAY = 3e-3, 30, 0.1
+
+UNITS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen"
+).split()
+TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety".split()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Facts of one kind, and the ways to state one of them. A table with one column and no patterns is a word list."""
+
+    name: str
+    columns: list[str]
+    rows: list[list[str]]
+    patterns: list[str]
+
+    def state(self, row: list[str], pattern: str) -> str:
+        text = pattern.format(**dict(zip(self.columns, row, strict=True)))
+        return re.sub(r"(^|[.!?:] )([a-z])", lambda match: match[1] + match[2].upper(), text)
+
+
+def read_tables(path: Path) -> dict[str, Table]:
+    """Parse the corpus file; its head says how it is written."""
+    tables: dict[str, Table] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("@ "):
+            name, _, columns = line[2:].partition(":")
+            table = tables[name] = Table(name, [c.strip() for c in columns.split(",") if c.strip()], [], [])
+        elif line.startswith("> "):
+            table.patterns.append(line[2:])
+        elif line and not line.startswith("#"):
+            table.rows.append(line.split(" | "))
+    return tables
+
+
+def in_words(number: int) -> str:
+    if number < 20:
+        return UNITS[number]
+    ten, unit = divmod(number, 10)
+    return "one hundred" if ten == 10 else TENS[ten] + (f"-{UNITS[unit]}" if unit else "")
+
+
+def state_number_facts(rng: random.Random) -> list[str]:
+    """Sums, differences, products and halves of small numbers, in digits and words, and numbers put in order."""
+    facts = []
+    for a, b in itertools.product(range(1, 11), repeat=2):
+        for x, sign, word, y, z in ((a, "+", "plus", b, a + b), (a + b, "-", "minus", b, a), (a, "x", "times", b, a * b)):
+            facts.append(f"{x} {sign} {y} = {z}.")
+            facts.append(f"{in_words(x)} {word} {in_words(y)} is {in_words(z)}.".capitalize())
+    for a in range(1, 11):
+        facts.append(f"Half of {in_words(2 * a)} is {in_words(a)}.")
+    for _ in range(200):
+        numbers = rng.sample(range(1, 21), 3)
+        low, mid, high = sorted(numbers)
+        given = ", ".join(map(str, numbers))
+        facts.append(f"The numbers are {given}. From smallest to largest they are {low}, {mid}, {high}.")
+        facts.append(f"The numbers are {given}. From largest to smallest they are {high}, {mid}, {low}.")
+        facts.append(f"The numbers are {given}. The largest number is {high}. The smallest number is {low}.")
+    return facts
+
+
+def state_word_facts(tables: dict[str, Table], rng: random.Random) -> list[str]:
+    """Words of the lists put in alphabetical order, so that a list can be an answer too."""
+    words = [row[0] for name in ("animal", "place", "thing", "colour") for row in tables[name].rows]
+    facts = []
+    for _ in range(200):
+        chosen = rng.sample(words, 3)
+        facts.append(f"The words are {', '.join(chosen)}. In alphabetical order they are {', '.join(sorted(chosen))}.")
+    return facts
+
+
+def tell_story(pattern: str, tables: dict[str, Table], rng: random.Random) -> str:
+    """Fill the slots of a story; the slots {name} and {name2} get different words of the list `name`."""
+    words: dict[str, str] = {}
+    for slot in dict.fromkeys(re.findall(r"{(\w+)}", pattern)):
+        kind = slot.rstrip("2")
+        table = tables.get(kind) or next(t for t in tables.values() if kind in t.columns)
+        column = table.columns.index(kind)
+        words[slot] = rng.choice([row[column] for row in table.rows if row[column] not in words.values()])
+    return pattern.format(**words)
+
+
+def write_documents(tables: dict[str, Table], rng: random.Random) -> list[str]:
+    """All prose: each way to state each fact once with others of its kind and once with others about the same thing."""
+    documents = []
+    for table in tables.values():
+        if not table.columns:
+            documents += [tell_story(rng.choice(table.patterns), tables, rng) for _ in range(NUM_STORIES)]
+            continue
+        for row in table.rows:
+            about = [table.state(row, pattern) for pattern in table.patterns]
+            documents.append(" ".join(rng.sample(about, len(about))))
+        for pattern in table.patterns:
+            documents += group([table.state(row, pattern) for row in table.rows], rng)
+        documents += group([table.state(row, rng.choice(table.patterns)) for row in table.rows if table.patterns], rng)
+    documents += group(state_number_facts(rng), rng) + group(state_word_facts(tables, rng), rng)
+    documents = [document for document in documents if document]
+    rng.shuffle(documents)
+    return documents
+
+
+def group(sentences: list[str], rng: random.Random) -> list[str]:
+    """Documents of up to five sentences, in random order."""
+    shuffled = rng.sample(sentences, len(sentences))
+    return [" ".join(shuffled[i : i + 5]) for i in range(0, len(shuffled), 5)]
+
+
+def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: every string round-trips, and with 2048 tokens nearly every word of this small world is one token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END_OF_TEXT, START, END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[END_OF_TEXT, START],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=1024,
+        clean_up_tokenization_spaces=False,
+        add_bos_token=False,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def cut_rows(documents: list[str], tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Tensor:
+    """One epoch: the documents in a new order, end to end with their separator, cut into rows of equal length."""
+    order = rng.sample(documents, len(documents))
+    stream = [token for ids in tokenizer([text + END_OF_TEXT for text in order])["input_ids"] for token in ids]
+    num_rows = len(stream) // ROW_LENGTH
+    return torch.tensor(stream[: num_rows * ROW_LENGTH]).view(num_rows, ROW_LENGTH)
+
+
+def lr_at(step: int) -> float:
+    """Linear warmup, then a cosine to a twentieth of the peak."""
+    if step < WARMUP_STEPS:
+        return PEAK_LR * (step + 1) / WARMUP_STEPS
+    progress = (step - WARMUP_STEPS) / (NUM_STEPS - WARMUP_STEPS)
+    return PEAK_LR * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def pretrain(model: LlamaForCausalLM, documents: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
+    """Next-token prediction in fp32: bf16 products are emulated, a hundred times slower, on CPUs without them."""
+    rng = random.Random(SEED)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
+    epochs = (cut_rows(documents, tokenizer, rng) for _ in itertools.count())
+    batches = (batch for rows in epochs for batch in rows.split(NUM_ROWS) if len(batch) == NUM_ROWS)
+    start = time.monotonic()
+    for step, batch in zip(range(NUM_STEPS), batches, strict=False):
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = lr_at(step)
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 25 == 0 or step == NUM_STEPS - 1:
+            print(f"step {step:4d}  loss {loss.item():.3f}  {time.monotonic() - start:4.0f} s", flush=True)
+
+
+def main() -> None:
+    torch.manual_seed(SEED)
+    torch.use_deterministic_algorithms(True)
+    documents = write_documents(read_tables(CORPUS), random.Random(SEED))
+    tokenizer = train_tokenizer(documents)
+    num_tokens = sum(map(len, tokenizer(documents)["input_ids"]))
+    model = build_model(tokenizer)
+    print(
+        f"{len(documents)} documents, {sum(map(len, documents)) / 1e3:.0f} kB, {num_tokens} tokens; "
+        f"{len(tokenizer)} tokens in the vocabulary; {model.num_parameters() / 1e6:.2f} M parameters"
+    )
+    pretrain(model, documents, tokenizer)
+    model.generation_config = GenerationConfig(
+        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.to(torch.bfloat16).save_pretrained(TARGET)
+    tokenizer.save_pretrained(TARGET)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""From a position to the micro-batches of a step.
+
+The whole state of the loader is a position: the epoch and how many of its rows have been used. The order of rows is a
+function of (seed, epoch), so any step is found at once; resuming a run costs nothing. Rejected: an iterator with hidden
+state, which resumes by reading everything up to where it was, and worker processes, whose prefetched batches are in
+nobody's checkpoint. A step's rows are slices of memory maps; building them takes about a millisecond.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.data.packing import Ints, Packing, one_a_row, pack_best_fit, pack_in_order
+from penstock.data.source import open_source
+from penstock.data.store import Store, notes, open_store
+from penstock.data.template import pad_id
+from penstock.data.turns import Format
+from penstock.errors import DataError
+from penstock.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# What a random draw is for; part of its seed, so that no two draws are the same.
+_ROW_ORDER, _TIE_ORDER, _SHARE, _HELD_OUT = range(4)
+_SELECTING_FIELDS = ("data_percent", "validation", "packing", "shuffle", "seed", "max_length")
+
+
+def _permutation(n: int, seed: int, purpose: int, epoch: int = 0) -> Ints:
+    return np.random.Generator(np.random.PCG64([seed, purpose, epoch])).permutation(n)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands in its data: rows used of an epoch. This is the whole resume state."""
+
+    epoch: int = 0
+    row: int = 0
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that go through the model together."""
+
+    input_ids: Tensor
+    """int64 [rows, length], padded at the end of each row."""
+    position_ids: Tensor
+    """int64 [rows, length]; starts at 0 in every example, and in the padding after a row."""
+    boundaries: tuple[int, ...]
+    """Ends of the segments over the flattened rows, from 0 on. A segment is an example or a row's padding; attention
+    never crosses a boundary."""
+    target_index: Tensor
+    """int64 [n]: flat index of each place whose next token, in the same example, is trained on."""
+    targets: Tensor
+    """int64 [n]: those next tokens."""
+    num_tokens: int
+    """Tokens without padding."""
+    num_trained: int
+    """Tokens that are trained on, n."""
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same on another device."""
+        tensors = ("input_ids", "position_ids", "target_index", "targets")
+        return dataclasses.replace(self, **{name: getattr(self, name).to(device) for name in tensors})
+
+
+class Loader:
+    """Rows of examples, in the order of each epoch."""
+
+    def __init__(
+        self, store: Store, packing: Packing, *, batch_size: int, rows_at_once: int, pad_id: int, seed: int | None
+    ) -> None:
+        """Without a seed, rows come in their own order in every epoch."""
+        self.store, self.packing = store, packing
+        self._batch_size, self._rows_at_once, self._pad_id, self._seed = batch_size, rows_at_once, pad_id, seed
+        self._order = (-1, np.empty(0, dtype=np.int64))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in an epoch."""
+        return len(self.packing)
+
+    @property
+    def num_examples(self) -> int:
+        """Examples in an epoch."""
+        return len(self.packing.examples)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in an epoch, without padding."""
+        return int(self.store.lengths[self.packing.examples].sum())
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that an epoch trains on."""
+        return int(self.store.trained[self.packing.examples].sum())
+
+    def steps_per_epoch(self) -> int:
+        """Steps in an epoch; the last may be smaller."""
+        return math.ceil(self.num_rows / self._batch_size)
+
+    def step_at(self, position: Position, rank: int = 0, ranks: int = 1) -> tuple[list[MicroBatch], Position]:
+        """The micro-batches of the step at a position, and the position of the next step.
+
+        The last step of an epoch may have fewer rows. Of several ranks each gets every ranks-th row of the step; all
+        get the same number of micro-batches, since a rank that runs one less would leave the others waiting. A rank
+        that has no rows left for its last one gets a single padding token, which trains nothing.
+        """
+        assert 0 <= position.row < self.num_rows, f"{position} is not in an epoch of {self.num_rows} rows"
+        step = self._rows(position.epoch)[position.row : position.row + self._batch_size]
+        rows = step[rank::ranks]
+        count = math.ceil(math.ceil(len(step) / ranks) / self._rows_at_once)
+        batches = [self._micro_batch(rows[i * self._rows_at_once :][: self._rows_at_once]) for i in range(count)]
+        after = position.row + len(step)
+        return batches, Position(position.epoch, after) if after < self.num_rows else Position(position.epoch + 1, 0)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Every micro-batch of the first epoch, as an evaluation wants them."""
+        position = Position()
+        while position.epoch == 0:
+            batches, position = self.step_at(position)
+            yield from batches
+
+    def _rows(self, epoch: int) -> Ints:
+        if self._order[0] != epoch:
+            n = self.num_rows
+            order = np.arange(n) if self._seed is None else _permutation(n, self._seed, _ROW_ORDER, epoch)
+            self._order = (epoch, order)
+        return self._order[1]
+
+    def _micro_batch(self, rows: Ints) -> MicroBatch:
+        contents = [[self.store.example(i) for i in self.packing.row(r)] for r in rows] or [[]]
+        length = max(1, max(sum(len(ids) for ids, _ in examples) for examples in contents))
+        input_ids = np.full((len(contents), length), self._pad_id, dtype=np.int64)
+        position_ids = np.empty((len(contents), length), dtype=np.int64)
+        boundaries, target_index, targets = [0], [], []
+        num_tokens = 0
+        for r, examples in enumerate(contents):
+            at = 0
+            for ids, mask in examples:
+                end = at + len(ids)
+                input_ids[r, at:end] = ids
+                position_ids[r, at:end] = np.arange(len(ids))
+                trained = np.flatnonzero(mask[1:])  # places whose next token is trained on, within this example only
+                target_index.append(r * length + at + trained)
+                targets.append(ids[1:][trained].astype(np.int64))
+                boundaries.append(r * length + end)
+                at = end
+            num_tokens += at
+            if at < length:
+                position_ids[r, at:] = np.arange(length - at)
+                boundaries.append((r + 1) * length)
+        nothing = np.empty(0, dtype=np.int64)
+        return MicroBatch(
+            input_ids=torch.from_numpy(input_ids),
+            position_ids=torch.from_numpy(position_ids),
+            boundaries=tuple(boundaries),
+            target_index=torch.from_numpy(np.concatenate([nothing, *target_index])),
+            targets=torch.from_numpy(np.concatenate([nothing, *targets])),
+            num_tokens=num_tokens,
+            num_trained=sum(map(len, targets)),
+        )
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What a run trains and evaluates on."""
+
+    train: Loader
+    evaluation: Loader | None
+    fingerprint: str
+    """Changes with anything that changes a step's examples; a resumed run must find the same."""
+
+    @property
+    def data_format(self) -> Format:
+        """The form that the training rows were found to have."""
+        return self.train.store.data_format
+
+
+def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int, say: Callable[[str], None]) -> Dataset:
+    """Read, tokenize, choose and pack the data of a recipe. `vocab_size` is the number of rows of the embedding."""
+
+    def store_of(name: str) -> Store:
+        store = open_store(open_source(name, recipe.data_split, say), tokenizer, recipe, vocab_size, say)
+        for line in notes(store):
+            say(f"{name}: {line}")
+        return store
+
+    store = store_of(recipe.data)
+    chosen = _choose_share(len(store), recipe)
+    eval_store, held_out = store, np.empty(0, dtype=np.int64)
+    if recipe.eval_data:
+        eval_store = store_of(recipe.eval_data)
+        held_out = np.arange(len(eval_store))
+    elif recipe.validation:
+        chosen, held_out = _hold_out(chosen, recipe)
+    sizes = {"batch_size": recipe.batch_size, "rows_at_once": recipe.rows_at_once, "pad_id": pad_id(tokenizer)}
+    train = Loader(store, _pack(store, chosen, recipe), **sizes, seed=recipe.seed if recipe.shuffle else None)
+    evaluation = None
+    if len(held_out):
+        packing = one_a_row(held_out)
+        if recipe.packing:
+            packing = pack_best_fit(eval_store.lengths, held_out, recipe.max_length)
+        evaluation = Loader(eval_store, packing, **sizes, seed=None)
+    parts = [store.key, eval_store.key, [getattr(recipe, name) for name in _SELECTING_FIELDS]]
+    return Dataset(train, evaluation, hashlib.sha256(json.dumps(parts).encode()).hexdigest())
+
+
+def _choose_share(n: int, recipe: Recipe) -> Ints:
+    """The examples that --data-percent leaves, in the order of the file."""
+    keep = max(1, round(n * recipe.data_percent / 100))
+    if not recipe.shuffle:
+        return np.arange(keep)
+    return np.sort(_permutation(n, recipe.seed, _SHARE)[:keep])
+
+
+def _hold_out(chosen: Ints, recipe: Recipe) -> tuple[Ints, Ints]:
+    """Examples to train on and examples to evaluate on, both in the order of the file."""
+    held = round(len(chosen) * recipe.validation)
+    if not 0 < held < len(chosen):
+        missing = "train" if held else "evaluate"
+        what = f"validation = {recipe.validation} of {len(chosen)} examples leaves none to {missing} on"
+        remedy = "Use more examples or another --validation, or name a file with --eval-data."
+        raise DataError(what, where=recipe.data, remedy=remedy)
+    mixed = _permutation(len(chosen), recipe.seed, _HELD_OUT)
+    return chosen[np.sort(mixed[held:])], chosen[np.sort(mixed[:held])]
+
+
+def _pack(store: Store, chosen: Ints, recipe: Recipe) -> Packing:
+    if not recipe.packing:
+        return one_a_row(chosen)
+    if not recipe.shuffle:
+        return pack_in_order(store.lengths, chosen, recipe.max_length)
+    ties = chosen[_permutation(len(chosen), recipe.seed, _TIE_ORDER)]
+    return pack_best_fit(store.lengths, ties, recipe.max_length)

@@ -1,0 +1,203 @@
+"""What `penstock data` shows: what the model will see, before any time is spent on training it.
+
+Examples come from the store, the thing that is trained on, and not from a second rendering made for display; a preview
+that is computed apart can be right while the training is wrong. Everything reads without colour too: trained tokens
+stand in brackets then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from penstock.data.store import Store, notes, place_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from penstock.data.loader import Dataset, Loader
+
+_FIRST_SHOWN, _LAST_SHOWN = 300, 60
+_ROWS_SHOWN = 8
+_BAR_WIDTH = 60
+_BINS = 10
+_TRAINED = ("bold green", "bold bright_green")  # two shades in turn, so that one sees where tokens end
+_PROMPT = ("grey62", "grey46")
+
+
+def show(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, examples: int = 3) -> list[RenderableType]:
+    """The parts of the preview, ready to be printed one after another."""
+    parts: list[RenderableType] = [*_examples(dataset.train, tokenizer, examples)]
+    parts.append(Panel(_packing(dataset.train), title="packing", title_align="left"))
+    parts.append(Panel(_histogram(dataset.train), title="tokens in an example", title_align="left"))
+    parts.append(Panel(_rows_read(dataset.train.store), title="rows read", title_align="left"))
+    if dataset.evaluation:
+        held = dataset.evaluation
+        what = f"{held.num_examples:,} examples in {held.num_rows:,} rows, {held.num_trained:,} trained tokens"
+        parts.append(Panel(what, title="evaluation", title_align="left"))
+        if held.store is not dataset.train.store:
+            parts.append(Panel(_rows_read(held.store), title="rows read for evaluation", title_align="left"))
+    return parts
+
+
+def summary(dataset: Dataset) -> dict[str, object]:
+    """The counts behind the preview, ready for JSON."""
+    result: dict[str, object] = {
+        "data_format": dataset.data_format,
+        "fingerprint": dataset.fingerprint,
+        "steps_per_epoch": dataset.train.steps_per_epoch(),
+        "train": _loader_summary(dataset.train),
+        "evaluation": _loader_summary(dataset.evaluation) if dataset.evaluation else None,
+        "source": _store_summary(dataset.train.store),
+    }
+    if dataset.evaluation and dataset.evaluation.store is not dataset.train.store:
+        result["evaluation_source"] = _store_summary(dataset.evaluation.store)
+    return result
+
+
+def _loader_summary(loader: Loader) -> dict[str, object]:
+    rows = loader.packing.row_lengths(loader.store.lengths)
+    return {
+        "examples": loader.num_examples,
+        "rows": loader.num_rows,
+        "tokens": loader.num_tokens,
+        "trained_tokens": loader.num_trained,
+        "longest_row": int(rows.max()),
+        "fill": _fill(loader),
+        "lengths": [{"from": low, "to": high, "examples": count} for low, high, count in _bins(loader)],
+    }
+
+
+def _store_summary(store: Store) -> dict[str, object]:
+    counts = store.counts
+    noted = {"truncated": counts.truncated, "without_end_token": counts.unended}
+    return {
+        "rows": counts.rows,
+        "kept": counts.kept,
+        "longest": counts.longest,
+        **{name: note.count for name, note in noted.items()},
+        "dropped": {
+            reason: {"count": note.count, "first": [place_name(store.files, place) for place in note.places]}
+            for reason, note in counts.dropped.items()
+        },
+    }
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+
+
+def _examples(loader: Loader, tokenizer: PreTrainedTokenizerBase, count: int) -> Iterator[Panel]:
+    for i in np.sort(loader.packing.examples)[:count].tolist():
+        ids, mask = loader.store.example(i)
+        title = f"{loader.store.where(i)} · {len(ids):,} tokens, {int(mask.sum()):,} trained"
+        yield Panel(Tokens(tokenizer, ids.tolist(), mask.tolist()), title=Text(title), title_align="left")
+
+
+class Tokens:
+    """Tokens, coloured by whether they are trained on; or, where there is no colour, with the trained ones in ⟦ ⟧."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[int]) -> None:
+        pieces = [(visible(tokenizer, i), bool(m)) for i, m in zip(ids, mask, strict=True)]
+        hidden = len(pieces) - _FIRST_SHOWN - _LAST_SHOWN
+        if hidden > 0:  # the end is shown in any case: whether the end token is trained is what one wants to see
+            pieces[_FIRST_SHOWN:-_LAST_SHOWN] = [(f"\n( ... {hidden:,} tokens ... )\n", pieces[_FIRST_SHOWN][1])]
+        self._pieces = pieces
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        in_colour = console.color_system is not None and not console.no_color
+        yield self._coloured() if in_colour else self._marked()
+
+    def _coloured(self) -> Text:
+        text = Text()
+        for number, (piece, trained) in enumerate(self._pieces):
+            text.append(piece, style=(_TRAINED if trained else _PROMPT)[number % 2])
+        return text
+
+    def _marked(self) -> Text:
+        text, inside = Text(), False
+        for number, (piece, trained) in enumerate(self._pieces):
+            if trained != inside:
+                text.append("⟦" if trained else "⟧")
+            elif number and not text.plain.endswith("\n"):
+                text.append("|")
+            text.append(piece)
+            inside = trained
+        return text.append("⟧" if inside else "")
+
+
+def visible(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
+    """A token as one can read it: line breaks are shown and kept, control characters cannot reach the terminal."""
+    raw = tokenizer.convert_ids_to_tokens(token_id)
+    text = str(tokenizer.decode([token_id]))
+    if "\ufffd" in text or (not text and raw):  # part of a character, or something the decoder swallows
+        text = str(raw)
+    elif isinstance(raw, str) and raw.startswith("▁") and not text.startswith(" "):
+        text = f" {text}"
+    safe = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    return safe.replace("\t", "→\t").replace("\n", "⏎\n")
+
+
+# --- packing and lengths ----------------------------------------------------------------------------------------------
+
+
+def _fill(loader: Loader) -> float:
+    """Share of the places that hold a token, were all rows as long as the longest."""
+    rows = loader.packing.row_lengths(loader.store.lengths)
+    return float(rows.sum() / (len(rows) * rows.max()))
+
+
+def _packing(loader: Loader) -> RenderableType:
+    rows = loader.packing.row_lengths(loader.store.lengths)
+    each = np.diff(loader.packing.offsets)
+    facts = Text(
+        f"{loader.num_examples:,} examples in {loader.num_rows:,} rows, {each.mean():.1f} a row (at most {each.max()}) "
+        f"and {loader.steps_per_epoch():,} steps an epoch\n"
+        f"{loader.num_tokens:,} tokens, {loader.num_trained / loader.num_tokens:.1%} of them trained on; "
+        f"the longest row has {rows.max():,}, the rows are {_fill(loader):.1%} full"
+    )
+    shown = min(_ROWS_SHOWN, loader.num_rows)
+    chosen = np.linspace(0, loader.num_rows - 1, shown).astype(int).tolist()
+    pictures = [Text(f"row {r:>6,} {_picture(loader, r, int(rows.max()))}", no_wrap=True) for r in chosen]
+    return Group(facts, *pictures)
+
+
+def _picture(loader: Loader, row: int, longest: int) -> str:
+    """A row as a bar: its examples in two shades in turn, and dots for what is left free."""
+    ends = np.cumsum(loader.store.lengths[loader.packing.row(row)])
+    marks = np.round(ends * _BAR_WIDTH / longest).astype(int).tolist()
+    bar, at = "", 0
+    for number, mark in enumerate(marks):
+        bar += "█▒"[number % 2] * (mark - at)
+        at = max(at, mark)
+    return bar.ljust(_BAR_WIDTH, "·")
+
+
+def _bins(loader: Loader) -> list[tuple[int, int, int]]:
+    """(shortest, longest, how many) of about ten ranges of lengths."""
+    lengths = loader.store.lengths[loader.packing.examples]
+    width = max(1, -(-int(lengths.max()) // _BINS))
+    counts = np.bincount((lengths - 1) // width)
+    return [(i * width + 1, (i + 1) * width, count) for i, count in enumerate(counts.tolist())]
+
+
+def _histogram(loader: Loader) -> RenderableType:
+    bins = _bins(loader)
+    most = max(count for *_, count in bins)
+    table = Table.grid(padding=(0, 1))
+    for low, high, count in bins:
+        bar = "█" * max(count > 0, round(count * _BAR_WIDTH / most))
+        table.add_row(Text(f"{low:,} to {high:,}", justify="right"), Text(f"{count:,}", justify="right"), bar)
+    return table
+
+
+def _rows_read(store: Store) -> RenderableType:
+    counts = store.counts
+    lines = [f"{counts.rows:,} rows, {counts.kept:,} kept; the longest has {counts.longest:,} tokens"]
+    lines += notes(store) or ["nothing truncated, nothing dropped"]
+    return Text("\n".join(lines))

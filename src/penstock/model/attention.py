@@ -1,0 +1,301 @@
+"""Attention that never crosses an example boundary, on every backend.
+
+A packed row holds several examples. Where each begins and ends is known exactly to the data loader, so it is handed down
+as it is (`Segments`) and never guessed again from position ids.
+
+`varlen`, the default, is our own function behind transformers' attention interface: flash attention over the segments on
+a GPU, segment by segment elsewhere. No mask is built. `sdpa` and `eager` are transformers' own code with a mask made
+here, since not every model makes one from position ids: gpt-oss, for one, attends across boundaries in silence.
+
+Segments travel as a keyword argument of the backbone, which transformers passes on through the layers to the attention
+function as it does for its own flash-attention arguments. So they are part of what activation checkpointing saves and
+replays, and plain inputs to a compiled layer. Rejected: a global or context variable (backward recomputes layers in
+autograd's own threads, where it is not set), and attributes on modules (two micro-batches in flight would share them).
+
+What this module cannot keep apart is refused: layers with a state or a convolution carry one example into the next.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from penstock.errors import ModelError
+from penstock.model.sinks import flash_with_sinks
+
+VARLEN = "penstock_varlen"
+"""Our function's name in transformers' registry."""
+
+_MASKED_ONLY = ("stablelm", "gptj", "gpt_neo", "codegen")
+"""Models with attention code of their own that were tested to honour a mask of four dimensions."""
+
+_FLASH_HEAD_DIM = 256
+"""The largest head that the flash kernels take."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where examples begin and end in a batch of rows laid end to end."""
+
+    boundaries: tuple[int, ...]
+    """From 0 to the number of tokens, on the host: loops over segments need no copy from the GPU."""
+    offsets: Tensor
+    """The same as int32 on the device, as the kernels want it."""
+    max_length: int
+    """Tokens in the longest segment."""
+
+    @classmethod
+    def of(cls, boundaries: Sequence[int], device: torch.device) -> Segments:
+        """Segments from cumulative boundaries: 0 first, the number of tokens last, every start of a row among them."""
+        lengths = [end - start for start, end in itertools.pairwise(boundaries)]
+        assert boundaries[0] == 0 and min(lengths) > 0, f"boundaries must rise from 0: {boundaries}"
+        offsets = torch.tensor(boundaries, dtype=torch.int32)
+        if device.type == "cuda":  # from pageable memory the copy would wait for all work queued on the GPU
+            offsets = offsets.pin_memory()
+        return cls(tuple(boundaries), offsets.to(device, non_blocking=True), max(lengths))
+
+
+def use_attention(model: PreTrainedModel, choice: str) -> str:
+    """Set the model's attention for training on packed rows; returns what `auto` became."""
+    refuse_mixing(model)
+    obstacle = _varlen_obstacle(model)
+    if choice == "auto":
+        choice = "varlen" if not obstacle else _stock(model)
+    if choice == "varlen" and obstacle:
+        raise ModelError(f"{_kind(model)} cannot use varlen attention: {obstacle}", remedy="Try --attention auto.")
+    if choice == "sdpa" and not _can_sdpa(model):
+        raise ModelError(f"{_kind(model)} cannot use sdpa attention", remedy="Try --attention auto.")
+    if choice == "flash_attention_2" and not importlib.util.find_spec("flash_attn"):
+        remedy = "Install it (pip install flash-attn), or use --attention varlen, which needs no package."
+        raise ModelError("--attention flash_attention_2 needs the package flash-attn", remedy=remedy)
+    _set(model, VARLEN if choice == "varlen" else choice)
+    return choice
+
+
+@contextmanager
+def stock_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Transformers' own attention for a while: generation with a cache, saving, anything that is not a packed row."""
+    before = model.config._attn_implementation
+    _set(model, _stock(model) if before == VARLEN else before)
+    try:
+        yield
+    finally:
+        _set(model, before)
+
+
+def attention_inputs(
+    config: PreTrainedConfig, shape: tuple[int, int], dtype: torch.dtype, segments: Segments
+) -> dict[str, Any]:
+    """Keyword arguments that make a backbone keep to the segments, for whichever attention it is set to."""
+    rows, length = shape
+    starts = set(segments.boundaries)
+    assert segments.boundaries[-1] == rows * length, f"segments end at {segments.boundaries[-1]}, not {rows * length}"
+    assert all(row * length in starts for row in range(rows)), "every row must begin a segment"
+    name = config._attn_implementation
+    if name == VARLEN:
+        return {"segments": segments}
+    if name.startswith("flash_attention"):
+        offsets, longest = segments.offsets, segments.max_length
+        return {
+            "cu_seq_lens_q": offsets,
+            "cu_seq_lens_k": offsets,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+    return {"attention_mask": _masks(config, shape, dtype, segments)}
+
+
+def refuse_mixing(model: PreTrainedModel) -> None:
+    """Refuse a model in which tokens reach one another by other ways than causal attention."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    reason = ""
+    if kinds:
+        reason = f"it has layers of another kind than full or sliding attention ({', '.join(sorted(kinds))})"
+    elif model.config.is_encoder_decoder or not getattr(config, "is_causal", True):
+        reason = "it is not a causal decoder"
+    elif getattr(model, "_is_stateful", False) or any(isinstance(m, nn.Conv1d) for m in model.modules()):
+        reason = "it has layers with a state or a convolution"
+    elif not model._supports_attention_backend and config.model_type not in _MASKED_ONLY:
+        reason = "its attention does not go through transformers' attention interface"
+    if reason:
+        raise ModelError(
+            f"{_kind(model)} cannot be trained on packed rows: {reason}, so examples in a row would see one another",
+            remedy="Use a decoder with attention layers only, such as Llama, Qwen3, Mistral or Gemma.",
+        )
+
+
+def _varlen_obstacle(model: PreTrainedModel) -> str:
+    """Why our function would compute something else than the model means, or nothing."""
+    if not model._supports_attention_backend:
+        return "its attention does not go through transformers' attention interface"
+    if _softcap(model):
+        return "it caps its attention logits"
+    if not model._supports_flash_attn:
+        return "its sliding windows may live in the mask alone"
+    return ""
+
+
+def _softcap(model: PreTrainedModel) -> bool:
+    return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
+def _can_sdpa(model: PreTrainedModel) -> bool:
+    return bool(model._supports_sdpa) and not _softcap(model)
+
+
+def _stock(model: PreTrainedModel) -> str:
+    return "sdpa" if _can_sdpa(model) else "eager"
+
+
+def _kind(model: PreTrainedModel) -> str:
+    return type(model).__name__
+
+
+def _set(model: PreTrainedModel, name: str) -> None:
+    """Transformers warns and carries on where it cannot do as it is told; that would be silent here."""
+    if model.config._attn_implementation == name:
+        return
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise ModelError(
+            f"{_kind(model)} cannot use attention {name}: {error}", remedy="Try --attention auto."
+        ) from None
+    if model.config._attn_implementation != name:
+        raise ModelError(f"{_kind(model)} does not let its attention be set to {name}", remedy="Try --attention auto.")
+
+
+def _masks(
+    config: PreTrainedConfig, shape: tuple[int, int], dtype: torch.dtype, segments: Segments
+) -> Tensor | dict[str, Tensor]:
+    """The masks of four dimensions that the model's layers expect: one a kind of layer, or one for all."""
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if not kinds:
+        return _mask(config, shape, dtype, segments, window)
+    windows = {"full_attention": None, "sliding_attention": window}
+    return {kind: _mask(config, shape, dtype, segments, windows[kind]) for kind in sorted(set(kinds))}
+
+
+def _mask(
+    config: PreTrainedConfig, shape: tuple[int, int], dtype: torch.dtype, segments: Segments, window: int | None
+) -> Tensor:
+    """True where a query (row) may look at a key (column); as numbers to add where attention is eager."""
+    rows, length = shape
+    position = torch.arange(rows * length, device=segments.offsets.device, dtype=torch.int32)
+    segment = torch.bucketize(position, segments.offsets, right=True).view(rows, 1, length)
+    position = position.view(rows, 1, length)
+    query, key = position.transpose(1, 2), position
+    allowed = (segment.transpose(1, 2) == segment) & (key <= query)
+    if window is not None:
+        allowed &= key > query - window
+    allowed = allowed.unsqueeze(1)
+    if config._attn_implementation != "eager":
+        return allowed
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    segments: Segments | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface: (rows, heads, tokens, head size) in, (rows, tokens, heads, head size) out."""
+    _refuse_call(module, attention_mask, dropout, segments, kwargs)
+    assert segments is not None
+    rows, heads, length, head_dim = query.shape
+    q, k, v = (x.transpose(1, 2).reshape(rows * length, -1, x.shape[-1]) for x in (query, key, value))
+    scale = head_dim**-0.5 if scaling is None else scaling
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if query.is_cuda and half and value.shape[-1] == head_dim <= _FLASH_HEAD_DIM:
+        out = _flash(q, k, v, segments, scale, sliding_window, s_aux)
+    else:
+        spans = itertools.pairwise(segments.boundaries)
+        out = torch.cat([_one(q[a:b], k[a:b], v[a:b], scale, sliding_window, s_aux) for a, b in spans])
+    return out.view(rows, length, heads, -1), None
+
+
+def _refuse_call(
+    module: nn.Module, mask: Tensor | None, dropout: float, segments: Segments | None, kwargs: dict[str, Any]
+) -> None:
+    """Never ignore what a model asks of its attention."""
+    asked = [name for name in ("softcap", "position_bias", "indices", "block_indices") if kwargs.get(name) is not None]
+    if dropout:
+        asked.append("dropout")
+    if mask is not None:
+        asked.append("a mask")
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        asked.append("attention to later tokens")
+    if segments is None:
+        asked.append("a call without segments (generation belongs inside stock_attention)")
+    if asked:
+        name = type(module).__name__
+        raise ModelError(f"{name} asks for what varlen attention does not do: {', '.join(asked)}",
+                         remedy="Try --attention eager.")  # fmt: skip
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """Flash attention over all segments in one kernel. A window of W tokens reaches W - 1 back."""
+    left = -1 if window is None or window >= segments.max_length else window - 1
+    if sinks is not None:
+        return flash_with_sinks(q, k, v, sinks, segments.offsets, segments.max_length, scale, left)
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        segments.offsets,
+        segments.offsets,
+        segments.max_length,
+        segments.max_length,
+        scale=scale,
+        window_size=(left, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None) -> Tensor:
+    """One segment, (tokens, heads, head size) in and out."""
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = (x.transpose(0, 1) for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
+    length = q.shape[1]
+    windowed = window is not None and length > window
+    if sinks is None and not windowed:
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale)[0].transpose(0, 1)
+    allowed = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    if windowed and window is not None:
+        allowed = allowed.triu(1 - window)
+    if sinks is None:
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=allowed, scale=scale)[0]
+        return out.transpose(0, 1)
+    logits = ((q @ k.transpose(1, 2)).float() * scale).masked_fill(~allowed, float("-inf"))
+    sink = sinks.float()[:, None, None].expand(-1, length, 1)
+    weights = torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
+    return (weights.to(v.dtype) @ v).transpose(0, 1)
+
+
+# Only the attention function is registered. Without a mask function of this name transformers builds no mask at all;
+# with one it would first look for packed rows in the position ids, which makes the host wait for the GPU in every forward.
+AttentionInterface.register(VARLEN, _attend)

@@ -1,0 +1,308 @@
+"""Config, tokenizer and weights of the model that a recipe names.
+
+The model is built without memory and its weights are streamed in from safetensors (`shards.py`), through transformers'
+own loader for the sake of its conversions: names that changed, experts that are stored one by one, MXFP4. Random weights
+take the same way with nothing to stream, so that what is missing is initialized where it will stay, in its own precision.
+
+Precision: weights come as bf16 if the checkpoint holds no more than that, and as fp32 if it holds more (fp32, fp16,
+dequantized GGUF) or if the recipe asks for fp32. The engine keeps what fp32 has over bf16 in its master weights and then
+rounds. Loading at 4 bytes a parameter never needs more than training, which holds 2 bytes of weight and 2 of gradient.
+
+Nothing is ever left random by accident: a weight that the checkpoint lacks, or has in another shape, is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    Mxfp4Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils import logging
+
+from penstock.errors import ModelError
+from penstock.model.shape import with_shape
+from penstock.model.shards import Progress, StoredTensor, read_headers
+from penstock.model.source import Source, find_source, is_local
+from penstock.presets import ARCHITECTURES
+from penstock.recipe import Recipe
+
+Say = Callable[[str], None]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+def load_config(recipe: Recipe) -> PreTrainedConfig:
+    """The architecture. With random weights the presets' models need no network: their numbers are known here."""
+    if recipe.init == "random" and recipe.model in ARCHITECTURES and not is_local(recipe.model):
+        architecture = ARCHITECTURES[recipe.model]
+        config = AutoConfig.for_model(architecture.model_type, **architecture.config_values())
+    else:
+        config = _read_config(recipe)
+    _refuse_other_models(recipe, config)
+    return with_shape(config, recipe.shape) if recipe.shape else config
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer, from `tokenizer` if the recipe has one, else from the model."""
+    name = recipe.tokenizer or recipe.model
+    source = find_source(name, None if recipe.tokenizer else recipe.revision)
+    if not source.gguf_file and not any((source.directory / file).is_file() for file in _TOKENIZER_FILES):
+        if not any(source.directory.glob("*.tiktoken")):
+            remedy = "Name another with --tokenizer: a Hub name, a directory, or demo."
+            raise ModelError("there is no tokenizer", where=str(source.directory), remedy=remedy)
+    try:
+        with _quiet():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                source.directory, trust_remote_code=recipe.trust_remote_code, **source.gguf
+            )
+    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
+        raise ModelError(f"the tokenizer cannot be loaded: {error}", where=str(source.directory)) from error
+    return tokenizer
+
+
+def load_model(recipe: Recipe, config: PreTrainedConfig, device: torch.device, say: Say) -> PreTrainedModel:
+    """The model with its weights on `device`, in bf16 or fp32 (see above), ready to be trained and saved."""
+    config = copy.deepcopy(config)
+    _drop_dropout(config, say)
+    if recipe.trust_remote_code:
+        say(f"WARNING: running Python code that comes with {recipe.model}, because of --trust-remote-code")
+    with _quiet():
+        if recipe.init == "random":
+            model = _random_model(recipe, config, device)
+        else:
+            source = find_source(recipe.model, recipe.revision, weights=True)
+            loader = _gguf_model if source.gguf_file else _streamed_model
+            model = loader(recipe, config, source, device, say)
+    model.config.name_or_path = recipe.model
+    left = [name for name, tensor in _tensors(model) if tensor.is_meta]
+    assert not left, f"never materialized: {left[:3]}"
+    return model
+
+
+def _read_config(recipe: Recipe) -> PreTrainedConfig:
+    source = find_source(recipe.model, recipe.revision)
+    where = str(source.directory / (source.gguf_file or "config.json"))
+    if not source.gguf_file and not (source.directory / "config.json").is_file():
+        raise ModelError("there is no config.json", where=str(source.directory), remedy="Is it a model's directory?")
+    try:
+        with _quiet():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                source.directory, trust_remote_code=recipe.trust_remote_code, **source.gguf
+            )
+    except Exception as error:  # transformers and its validators raise many kinds for a bad config
+        message = str(error).strip()
+        if "trust_remote_code" in message:
+            remedy = "Read that code first; then add --trust-remote-code."
+            raise ModelError("the model needs Python code of its own to run", where=where, remedy=remedy) from None
+        raise ModelError(f"the config cannot be used: {message.splitlines()[0]}", where=where) from error
+    return config
+
+
+def _refuse_other_models(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Only causal language models, and only weights that are numbers."""
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    custom = recipe.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    names = [known.__name__] if isinstance(known, type) else []
+    named = config.architectures or names
+    if not custom and (config.is_encoder_decoder or known is None or not set(named) & set(names)):
+        what = ", ".join(named) or config.model_type
+        remedy = "Use a decoder such as Llama, Qwen3 or Mistral."
+        raise ModelError(f"is not a causal language model ({what})", where=recipe.model, remedy=remedy)
+    method = _quantization(config)
+    if recipe.init == "pretrained" and method and method != "mxfp4":
+        remedy = "Full fine-tuning needs plain weights: use the model that this one was made from."
+        raise ModelError(f"the weights are quantized ({method})", where=recipe.model, remedy=remedy)
+
+
+def _quantization(config: PreTrainedConfig) -> str:
+    settings = getattr(config, "quantization_config", None) or {}
+    method = settings.get("quant_method", "") if isinstance(settings, dict) else settings.quant_method
+    return str(getattr(method, "value", method))
+
+
+def _drop_dropout(config: PreTrainedConfig, say: Say) -> None:
+    """Train without dropout, whatever the config says.
+
+    A dropped-out step depends on how rows share a batch, so micro-batches would not add up to a batch and a packed row
+    would not equal its examples; and the flash kernels for packed rows have none.
+    """
+    text = config.get_text_config()
+    for name, value in list(vars(text).items()):
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value > 0:
+            setattr(text, name, 0.0)
+            say(f"  {name} = {value} in the model's config is set to 0: Penstock trains without dropout")
+
+
+def _random_model(recipe: Recipe, config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
+    """Random weights, seeded, made on the device in the working precision: an 8B model never exists in fp32."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    dtype = torch.float32 if recipe.dtype == "fp32" else torch.bfloat16
+    generators = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=generators):
+        torch.manual_seed(recipe.seed)
+        model, _ = _load(_model_class(recipe, config, None), config, {}, dtype, device)
+    return model
+
+
+def _streamed_model(
+    recipe: Recipe, config: PreTrainedConfig, source: Source, device: torch.device, say: Say
+) -> PreTrainedModel:
+    stored = read_headers(source.directory)
+    dtype = _precision(recipe, stored, say)
+    progress = Progress(say)
+    progress.expect(sum(t.num_bytes for t in stored.values()))
+    wider = torch.float32 if dtype == torch.float32 else None
+    lazy = {name: replace(t, device=device, dtype=wider, progress=progress) for name, t in stored.items()}
+    try:
+        model, info = _load(_model_class(recipe, config, source), config, lazy, dtype, device)
+    except (RuntimeError, ValueError, OSError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ModelError(f"the weights cannot be loaded: {error}", where=str(source.directory)) from error
+    _refuse_gaps(source, info, say)
+    if dtype == torch.float32:
+        for parameter in model.parameters():  # MXFP4 always comes out as bf16
+            parameter.data = parameter.data.float()
+    if (source.directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source.directory)
+    return model
+
+
+def _load(
+    kind: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    tensors: dict[str, StoredTensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """transformers' loader over tensors that are read when it asks for them."""
+    mxfp4 = {"quantization_config": Mxfp4Config(dequantize=True)} if _quantization(config) == "mxfp4" else {}
+    model, info = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=dtype,
+        device_map={"": device},
+        ignore_mismatched_sizes=True,  # they are reported, and then refused here
+        output_loading_info=True,
+        **mxfp4,
+    )
+    return model, info
+
+
+def _gguf_model(
+    recipe: Recipe, config: PreTrainedConfig, source: Source, device: torch.device, say: Say
+) -> PreTrainedModel:
+    """A GGUF file, dequantized. This one is not streamed: transformers unpacks it in host memory first."""
+    say(f"  unpacking {source.gguf_file}; its weights keep the precision that they were quantized to")
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source.directory,
+            config=config,
+            dtype=torch.float32,
+            device_map={"": device},
+            output_loading_info=True,
+            **source.gguf,
+            **_gguf_settings(),
+        )
+    except (RuntimeError, ValueError, OSError, ImportError) as error:
+        where = str(source.directory / (source.gguf_file or ""))
+        raise ModelError(f"the GGUF file cannot be loaded: {error}", where=where) from error
+    _refuse_gaps(source, info, say)
+    _forget_quantization(model)
+    return model
+
+
+def _gguf_settings() -> dict[str, Any]:
+    """Newer versions of transformers would keep the weights packed, where they cannot be trained."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def _forget_quantization(model: PreTrainedModel) -> None:
+    """The weights are plain numbers now; what is left of the quantizer would refuse to save them."""
+    for owner, name in ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config")):
+        if hasattr(owner, name):
+            delattr(owner, name)
+    model.is_quantized = False
+
+
+def _model_class(recipe: Recipe, config: PreTrainedConfig, source: Source | None) -> type[PreTrainedModel]:
+    """The class that AutoModelForCausalLM would choose."""
+    auto_map = getattr(config, "auto_map", None) or {}
+    if recipe.trust_remote_code and source is not None and "AutoModelForCausalLM" in auto_map:
+        kind: type[PreTrainedModel] = get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], source.directory)
+        return kind
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return kind
+
+
+def _precision(recipe: Recipe, stored: dict[str, StoredTensor], say: Say) -> torch.dtype:
+    """fp32 if the recipe wants it or most of the checkpoint's numbers need it; what is rounded then is said."""
+    exact = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # bf16 holds every value of these
+    floating = {name: t for name, t in stored.items() if t.stored.is_floating_point}
+    wide = [name for name, t in floating.items() if t.stored not in exact]
+    elements = Counter({n: t.num_elements for n, t in floating.items()})
+    if recipe.dtype == "fp32" or 2 * sum(elements[name] for name in wide) > elements.total():
+        return torch.float32
+    if wide:
+        say(f"  {len(wide)} of {len(stored)} tensors are stored in more than bf16 and are rounded, such as {wide[0]}")
+    return torch.bfloat16
+
+
+def _refuse_gaps(source: Source, info: dict[str, Any], say: Say) -> None:
+    """Every weight of the model must have come from the checkpoint, in its own shape."""
+    where = str(source.directory / (source.gguf_file or ""))
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"the checkpoint lacks {_some(missing)}", where=where, remedy="Fetch the model again.")
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        what = f"{name} is {list(found)} in the checkpoint and {list(expected)} by its config"
+        raise ModelError(f"{len(mismatched)} weights have another shape: {what}", where=where)
+    if unexpected := sorted(info["unexpected_keys"]):
+        say(f"  the checkpoint has weights that the model does not use, and that are left out: {_some(unexpected)}")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' reports and progress bars say in its own words what is said here."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

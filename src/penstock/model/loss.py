@@ -1,0 +1,196 @@
+"""The loss of packed rows, without all logits in memory.
+
+Logits are the largest tensor of a step: 16,384 tokens of Llama-8B have 8.4 GB of them in fp32. So tokens are taken in
+chunks, and each chunk's gradients are computed in forward, while its logits are there; backward only scales them. Only
+positions that are trained on get logits at all.
+
+Everything between the two matrix products is fp32, and the weight's gradient is added up over chunks in fp32 and rounded
+once. torch 2.13 has this operation too (`F.linear_cross_entropy`); it was measured on bf16 inputs against fp64 and is
+not used, see `loss_sum`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.errors import ModelError
+from penstock.model.attention import Segments, attention_inputs
+from penstock.model.units import Head, Units
+
+_CHUNK_BYTES = 256 * 2**20
+"""fp32 logits of one chunk: 512 tokens of a 128k vocabulary, enough for a full-speed matrix product."""
+
+
+def packed_loss(
+    units: Units, input_ids: Tensor, position_ids: Tensor, segments: Segments, target_index: Tensor, targets: Tensor
+) -> Tensor:
+    """Sum of the cross-entropies of `targets`, predicted at the positions `target_index` of the flattened rows."""
+    hidden = _hidden_states(units, input_ids, position_ids, segments)
+    chosen = hidden.flatten(0, 1).index_select(0, target_index)
+    return _through_head(units.head, chosen, targets)
+
+
+def loss_sum(
+    hidden: Tensor,
+    head_weight: Tensor,
+    head_bias: Tensor | None,
+    targets: Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Sum of token cross-entropies in fp32: `hidden` (tokens, size), `targets` (tokens). The logits of a token are
+    softcap(scale * (weight @ hidden + bias)).
+    """
+    loss: Tensor = _LossSum.apply(hidden, head_weight, head_bias, targets, scale, softcap)
+    return loss
+
+
+@torch.no_grad()
+def check_logits(model: PreTrainedModel, units: Units) -> None:
+    """Prove on a few tokens that the loss sees the logits the model itself computes.
+
+    Some models divide, cap or otherwise treat their logits after the head, each in its own way and under its own config
+    names. A loss that misses one trains quietly in the wrong direction.
+    """
+    device = units.head.weight.device
+    ids = torch.arange(8, device=device).view(1, 8) % units.head.weight.shape[0]
+    positions = torch.arange(8, device=device).view(1, 8)
+    segments = Segments.of((0, 8), device)
+    was_training = model.training
+    model.eval()
+    try:
+        hidden = _hidden_states(units, ids, positions, segments)
+        inputs = attention_inputs(units.backbone.config, (1, 8), hidden.dtype, segments)
+        theirs = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits.float()
+    finally:
+        model.train(was_training)
+    ours = _logits(hidden[0], units.head.weight, units.head.bias, units.head.scale, units.head.softcap)
+    tolerance = (1e-4 if hidden.dtype == torch.float32 else 2e-2) * float(theirs.abs().max())
+    if not torch.allclose(ours, theirs[0], rtol=0, atol=tolerance):
+        raise ModelError(
+            f"{type(model).__name__} treats its logits in a way that is not known here: they differ from the head's by up "
+            f"to {float((ours - theirs[0]).abs().max()):.3g}, so the loss would be wrong",
+            remedy="Please report the model.",
+        )
+
+
+def _hidden_states(units: Units, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
+    shape = (input_ids.shape[0], input_ids.shape[1])
+    inputs = attention_inputs(units.backbone.config, shape, units.backbone.dtype, segments)
+    output = units.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, **inputs)
+    hidden: Tensor = output.last_hidden_state
+    return hidden
+
+
+def _through_head(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+    """The loss, computed inside a call of the head's module.
+
+    A hook that waits for the head's update, or that gathers its shards, runs when the module is called; reading the
+    weight from outside would pass it by.
+    """
+    module = head.module
+    overridden = vars(module).get("forward")
+
+    def forward(hidden: Tensor) -> Tensor:
+        return loss_sum(hidden, head.weight, head.bias, targets, scale=head.scale, softcap=head.softcap)
+
+    module.forward = forward
+    try:
+        loss: Tensor = module(hidden)
+    finally:
+        if overridden is None:
+            del module.forward
+        else:
+            module.forward = overridden
+    return loss
+
+
+class _LossSum(torch.autograd.Function):
+    """Chunked over tokens; gradients are made in forward, where the logits are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        weight = weight.detach()
+        if weight.is_cpu:  # products of bf16 are emulated on most CPUs, and round: one copy in fp32 is faster and exact
+            weight = weight.float()
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
+        grad_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if need_bias else None
+        rows = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
+        for start in range(0, hidden.shape[0], rows):
+            chunk, target = hidden[start : start + rows].detach(), targets[start : start + rows, None]
+            logits = _logits(chunk, weight, bias, scale, softcap)
+            lse = logits.logsumexp(dim=-1, keepdim=True)
+            loss += (lse - logits.gather(-1, target)).sum()
+            if grad_hidden is None and grad_weight is None and grad_bias is None:
+                continue
+            grad = _grad_logits(logits, lse, target, scale, softcap)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[start : start + rows] = grad @ weight
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.t(), chunk)
+        grads = (grad_hidden, grad_weight, grad_bias)
+        ctx.grads = [None if g is None else g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        assert ctx.grads is not None, "backward of the loss runs once"
+        (grad,) = grads
+        scaled = [None if g is None else g.mul_(grad) for g in ctx.grads]
+        ctx.grads = None
+        return (*scaled, None, None, None)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """In fp32, also from bf16: rounding them to bf16 would put an error of 2^-9 of the logit on every token's loss."""
+    logits = _product(hidden, weight.t())
+    if bias is not None:
+        logits += bias.detach()
+    if scale != 1.0:
+        logits *= scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits
+
+
+def _grad_logits(logits: Tensor, lse: Tensor, target: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Gradient by the head's plain output: softmax minus one-hot, through cap and scale."""
+    slope = scale if softcap is None else scale * (1 - (logits / softcap) ** 2)  # of tanh, from its value
+    grad = logits.sub_(lse).exp_() if softcap is None else (logits - lse).exp_()
+    grad.scatter_add_(-1, target, grad.new_full((), -1.0).expand_as(target))
+    return grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32. On a GPU 16-bit operands stay as they are and only the result is fp32."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in fp32."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        total.copy_(torch.addmm(total, a, b, out_dtype=torch.float32))
+    else:
+        total.addmm_(a.float(), b.float())

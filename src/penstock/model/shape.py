@@ -1,0 +1,45 @@
+"""Another shape for random weights: `num_hidden_layers=2,hidden_size=64`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from penstock.errors import RecipeError, did_you_mean
+
+
+def with_shape(config: PreTrainedConfig, shape: str) -> PreTrainedConfig:
+    """The config with the changes that `shape` lists. Lists with an entry a layer keep their pattern."""
+    values = config.to_dict()
+    changes = dict(_parse(item) for item in shape.split(",") if item.strip())
+    known = {name for name, value in values.items() if not isinstance(value, dict | list)} | set(config.attribute_map)
+    for name in changes:
+        if name not in known:
+            raise RecipeError(f"shape: {config.model_type} has no setting {name!r}", remedy=did_you_mean(name, known))
+    before = config.num_hidden_layers
+    after = changes.get("num_hidden_layers", before)
+    if not isinstance(after, int) or after < 1:
+        raise RecipeError(f"shape: num_hidden_layers = {after!r} must be a positive number")
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == before:
+            values[name] = [value[number % before] for number in range(after)]
+    try:
+        return type(config).from_dict(values | changes)
+    except Exception as error:  # the config classes' validators raise many kinds
+        raise RecipeError(f"shape: {shape!r} does not fit {config.model_type}: {error}") from error
+
+
+def _parse(item: str) -> tuple[str, Any]:
+    name, sign, text = (part.strip() for part in item.partition("="))
+    if not sign or not name:
+        raise RecipeError(f"shape: {item!r} is not NAME=VALUE", remedy="Such as num_hidden_layers=2,hidden_size=64.")
+    words: dict[str, Any] = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in words:
+        return name, words[text.lower()]
+    for number in (int, float):
+        try:
+            return name, number(text)
+        except ValueError:
+            continue
+    return name, text

@@ -1,0 +1,1 @@
+"""What a run needs and how long it takes, computed without a GPU."""

@@ -1,0 +1,216 @@
+"""Tokens, masks, counts, and what happens to rows that are too long."""
+
+import itertools
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+
+from penstock.data import encoding
+from penstock.data.encoding import write_examples
+from penstock.data.files import Row
+from penstock.data.source import Source, open_source
+from penstock.data.store import open_store
+from penstock.errors import DataError, ModelError
+from penstock.recipe import Recipe
+
+
+def quiet(_):
+    pass
+
+
+def store_of(path, tokenizer, **fields):
+    return open_store(open_source(str(path), "train", quiet), tokenizer, Recipe(**fields), len(tokenizer), quiet)
+
+
+def trained_text(store, tokenizer, i):
+    ids, mask = store.example(i)
+    return tokenizer.decode(ids[mask == 1].tolist())
+
+
+def whole_text(store, tokenizer, i):
+    return tokenizer.decode(store.example(i)[0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("kind", "end", "lead"),
+    [
+        ("chatml", "<|im_end|>", ""),
+        ("llama3", "<|eot_id|>", ""),
+        ("qwen3", "<|im_end|>", "<think>\n\n</think>\n\n"),
+        ("harmony", "<|return|>", "<|channel|>final<|message|>"),
+        ("no-end", "</s>", ""),
+        (None, "</s>", ""),
+    ],
+)
+def test_the_trained_tokens_are_the_response_and_its_end(write, make_tokenizer, kind, end, lead):
+    tokenizer = make_tokenizer(kind)
+    answers = ["Paris.", " led by a space", "é 😀 ünïcode", "two\n\nlines\n", "<b>&amp;"]
+    rows = [{"instruction": "The capital of France?", "output": a} for a in answers]
+    store = store_of(write(rows), tokenizer)
+    for i, answer in enumerate(answers):
+        shown = answer.strip() if kind == "llama3" else answer
+        assert trained_text(store, tokenizer, i) == lead + shown + end
+    assert store.counts.unended.count == 0
+
+
+def test_an_end_token_that_swallows_the_line_break_is_trained(write, make_tokenizer):
+    tokenizer = make_tokenizer("chatml", pad_token="<|endoftext|>")
+    tokenizer.add_tokens([AddedToken("<|im_end|>", rstrip=True, special=True)], special_tokens=True)
+    store = store_of(write([{"prompt": "q", "completion": "a"}]), tokenizer)
+    assert trained_text(store, tokenizer, 0) == "a<|im_end|>"
+    assert store.counts.unended.count == 0
+
+
+def test_tokens_are_those_of_the_whole_text(write, chatml):
+    store = store_of(write([{"prompt": "The capital", "completion": "is Paris."}]), chatml)
+    messages = [{"role": "user", "content": "The capital"}, {"role": "assistant", "content": "is Paris."}]
+    text = chatml.apply_chat_template(messages, tokenize=False)
+    assert store.example(0)[0].tolist() == chatml(text, add_special_tokens=False)["input_ids"]
+
+
+def test_train_on_prompt_trains_all_but_the_first_token(write, chatml):
+    store = store_of(write([{"prompt": "q", "completion": "a"}]), chatml, train_on_prompt=True)
+    mask = store.example(0)[1]
+    assert mask[0] == 0
+    assert mask[1:].all()
+
+
+def test_the_first_token_is_never_trained(write, plain):
+    store = store_of(write([{"text": "Two and two"}]), plain)
+    mask = store.example(0)[1]
+    assert mask.tolist() == [0] + [1] * (len(mask) - 1)
+
+
+def test_examples_keep_their_place(write, plain):
+    path = write('{"text": "a b"}\n\n{"text": ""}\n{"text": "c"}\n')
+    store = store_of(path, plain)
+    assert [store.where(i) for i in range(len(store))] == [f"{path}:1", f"{path}:4"]
+
+
+def test_places_in_a_directory(write, plain, tmp_path):
+    write([{"text": "a"}, {"text": "b"}], "set/a.jsonl")
+    write("text\nc\n", "set/b.csv")
+    store = store_of(tmp_path / "set", plain)
+    assert store.where(1) == f"{tmp_path / 'set/a.jsonl'}:2"
+    assert store.where(2) == f"{tmp_path / 'set/b.csv'}:2"
+
+
+def test_batches_do_not_change_the_result(write, chatml, alpaca_rows, monkeypatch, own_cache):
+    source = open_source(str(write(alpaca_rows(50))), "train", quiet)
+    results = []
+    for rows, characters in ((1000, 10**6), (7, 10**6), (1000, 100)):
+        monkeypatch.setattr(encoding, "_BATCH_ROWS", rows)
+        monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", characters)
+        directory = own_cache / f"{rows}-{characters}"
+        directory.mkdir(parents=True)
+        results.append(write_examples(directory, source, chatml, Recipe(), quiet))
+    assert results[0] == results[1] == results[2]
+
+
+def test_counts(write, plain):
+    rows = [
+        {"instruction": "q", "output": "a"},
+        {"instruction": "q", "output": ""},
+        {"instruction": "q", "output": "b " * 200},
+        {"instruction": "q " * 200, "output": "c"},
+        {"instruction": "q", "output": " "},
+    ]
+    path = write(rows)
+    counts = store_of(path, plain, max_length=64).counts
+    assert (counts.rows, counts.kept) == (5, 2)
+    assert (counts.truncated.count, counts.truncated.places) == (1, ((0, 3),))
+    assert (counts.unended.count, counts.unended.places) == (1, ((0, 3),))
+    dropped = {reason: (n.count, n.places) for reason, n in counts.dropped.items()}
+    assert dropped == {
+        "empty response": (2, ((0, 2), (0, 5))),
+        "response begins beyond max_length": (1, ((0, 4),)),
+    }
+    store = store_of(path, plain, max_length=64)
+    assert counts.tokens == len(store.ids) == int(store.lengths.sum())
+    assert counts.trained_tokens == int(store.mask.sum()) == int(store.trained.sum())
+    assert counts.max_token_id == int(store.ids.max())
+    assert counts.longest > 200
+    assert store.lengths.max() == 64
+
+
+def test_an_example_of_just_max_length_is_whole(write, plain):
+    path = write([{"text": "Two and two make four."}])
+    length = int(store_of(path, plain).lengths[0])
+    counts = store_of(path, plain, max_length=length).counts
+    assert (counts.truncated.count, counts.unended.count) == (0, 0)
+    with pytest.raises(DataError, match="no example of 1 has its end token"):
+        store_of(path, plain, max_length=length - 1)
+
+
+def test_truncation_keeps_the_beginning(write, plain):
+    path = write([{"text": "Two and two make four."}, {"text": "a"}])
+    whole = store_of(path, plain).example(0)[0].tolist()
+    assert store_of(path, plain, max_length=4).example(0)[0].tolist() == whole[:4]
+
+
+def test_too_long_drop(write, plain):
+    path = write([{"text": "a"}, {"text": "x" * 100}])
+    counts = store_of(path, plain, max_length=16, too_long="drop").counts
+    assert (counts.kept, counts.truncated.count, counts.dropped["longer than max_length"].places) == (1, 0, ((0, 2),))
+
+
+def test_too_long_refuse(write, plain):
+    path = write([{"text": "a"}, {"text": "x" * 100}])
+    with pytest.raises(DataError, match="101 tokens, over max_length 16") as caught:
+        store_of(path, plain, max_length=16, too_long="refuse")
+    assert caught.value.where == f"{path}:2"
+    assert "--max-length" in caught.value.remedy
+
+
+def test_a_format_that_is_forced(write, plain):
+    path = write([{"text": "a", "prompt": "q", "completion": "b"}])
+    assert store_of(path, plain).data_format == "prompt-completion"
+    forced = store_of(path, plain, data_format="text")
+    assert forced.data_format == "text"
+    assert whole_text(forced, plain, 0) == "a</s>"
+
+
+def test_a_later_row_without_the_column(write, plain):
+    path = write([{"text": "a"}, {"text": "b"}, {"body": "c"}])
+    with pytest.raises(DataError, match="no column 'text'; columns found: body") as caught:
+        store_of(path, plain)
+    assert caught.value.where == f"{path}:3"
+
+
+def test_a_slow_tokenizer_is_refused(write, plain, monkeypatch):
+    monkeypatch.setattr(type(plain), "is_fast", False)
+    with pytest.raises(ModelError, match="not a fast one"):
+        store_of(write([{"text": "slow"}]), plain)
+
+
+def test_progress_is_said_now_and_then(plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, "_BATCH_ROWS", 1)
+    clock = itertools.count(0, 0.5)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    rows = [Row({"text": "a"}, "mine", i) for i in range(1, 42)]
+    said = []
+    write_examples(tmp_path, Source("mine", ("mine",), "", lambda: iter(rows)), plain, Recipe(), said.append)
+    assert len(said) == 10
+    assert said[0].startswith("Tokenizing mine: 4 rows")
+
+
+def test_memory_does_not_grow_with_the_number_of_rows(plain, tmp_path):
+    """What a build holds at its peak for many rows is what it holds for few; only the files grow."""
+
+    def peak_bytes(num_rows):
+        rows = (Row({"text": f"Two and two make {i}."}, "mine", i) for i in range(num_rows))
+        directory = tmp_path / str(num_rows)
+        directory.mkdir()
+        tracemalloc.start()
+        write_examples(directory, Source("mine", ("mine",), "", lambda: rows), plain, Recipe(), quiet)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert np.fromfile(directory / "offsets", np.int64).size == num_rows + 1
+        return peak
+
+    peak_bytes(1000)  # caches inside libraries fill up once
+    few, many = peak_bytes(4000), peak_bytes(20_000)
+    assert many < 1.2 * few

@@ -1,0 +1,147 @@
+"""The command as a user types it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from penstock.cli import find_recipe, main
+from penstock.errors import RecipeError
+from penstock.presets import PRESETS
+
+
+def penstock(*words, cwd=None, env=None):
+    command = [sys.executable, "-m", "penstock", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **(env or {})})
+
+
+def test_flag_over_yaml_over_preset(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text("preset: demo\nlr: 2e-4\nbatch_size: 3\n")
+    recipe = find_recipe(str(path))
+    assert (recipe.name, recipe.lr, recipe.batch_size) == ("mine", 2e-4, 3)
+    assert recipe.max_length == PRESETS["demo"].max_length
+    assert main(["train", str(path), "--lr", "3e-4", "--dry-run", "--json", "--output-dir", str(tmp_path / "o")]) == 0
+    resolved = json.loads(capsys.readouterr().out)["recipe"]
+    assert (resolved["lr"], resolved["batch_size"]) == (3e-4, 3)
+
+
+def test_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "demo", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "lr: " in out
+    assert "Would train demo" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "Did you mean 'train'?"),
+        (["train", "lama-8b"], "Did you mean 'llama-8b'?"),
+        (["train", "demo", "--lrr", "1"], "--lr"),
+        (["train", "demo", "--batch-size", "x"], "--batch-size"),
+        (["train", "demo", "--batch-size", "-1"], "batch_size = -1: must be at least 1"),
+        (["train", "demo", "--warmup", "100"], "warmup = 100.0: must be between 0 and 1"),
+        (["train", "demo", "--schedule", "cosin"], "schedule"),
+        (["train", "none.yaml"], "none.yaml: cannot be read"),
+        (["train", "demo", "--data", "no-such-file.jsonl"], "no-such-file.jsonl"),
+        (["train", "demo", "--model", "no/such/dir"], "no/such/dir"),
+        (["generate", "no-such-run", "hello"], "not the directory of a run"),
+        (["export", "no-such-run", "--to", "x"], "not the directory of a run"),
+    ],
+)
+def test_a_mistake_is_one_message_and_no_traceback(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = main(words)
+    out, err = capsys.readouterr()
+    assert code == (5 if "no-such-run" in words else 2)
+    assert message in err
+    assert out == ""
+    assert "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr: 1\nlr: 2\n", "key 'lr' stands twice"),
+        ("learning_rate: 1\n", "unknown key 'learning_rate'"),
+        ("- 1\n", "must hold `field: value` lines"),
+        ("lr: [\n", "is not YAML"),
+        ("preset: lama\n", "there is no preset 'lama'"),
+        ("batch_size: many\n", "'many' is not a whole number"),
+    ],
+)
+def test_a_bad_yaml_file_is_refused_by_name(tmp_path, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=message) as caught:
+        find_recipe(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_an_output_directory_that_cannot_be_written_is_found_first(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert main(["train", "demo", "--model", "/no/such/model", "--output-dir", str(tmp_path / "file")]) == 2
+    assert "is a file" in capsys.readouterr().err
+    assert main(["train", "demo", "--output-dir", str(tmp_path)]) == 2
+    assert "holds files of something else" in capsys.readouterr().err
+    assert main(["train", "demo", "--output-dir", "/proc/none/run"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_help_lists_every_command(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("train", "data", "export", "generate", "llama-8b"))
+    assert main(["--version"]) == 0
+
+
+@pytest.mark.slow
+def test_the_demo_from_training_to_an_answer(tmp_path):
+    """The newcomer's path: train with --json, ask the run, export it elsewhere, load that with transformers alone."""
+    result = penstock("train", "demo", "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 1
+    summary = json.loads(result.stdout)
+    wanted = {"steps", "loss_first", "loss_last", "eval_loss", "tokens", "trained_tokens", "tokens_per_s", "model_dir"}
+    assert wanted | {"run_dir"} <= set(summary)
+    assert summary["loss_last"] < summary["loss_first"] / 2
+    rows = [json.loads(line) for line in (tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, summary["steps"] + 1))
+    keys = {"step", "loss", "lr", "grad_norm", "tokens", "trained_tokens", "step_seconds"}
+    assert all(keys <= set(row) for row in rows)
+    assert summary["tokens"] == sum(row["tokens"] for row in rows)
+    answered_by_transformers_alone(tmp_path / summary["model_dir"])
+
+    said = penstock("generate", "runs/demo", summary["answer"]["prompt"], "--json", cwd=tmp_path)
+    assert json.loads(said.stdout)["answer"] == summary["answer"]["after"]
+    exported = penstock("export", "runs/demo", "--to", "elsewhere", "--shard-size", "2MB", cwd=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+    assert len(list((tmp_path / "elsewhere").glob("*.safetensors"))) > 1
+    answered_by_transformers_alone(tmp_path / "elsewhere")
+
+
+def answered_by_transformers_alone(directory):
+    """Three prompts of the training data, in a process that never imports penstock."""
+    code = """
+import json, sys
+from transformers import pipeline
+rows = [json.loads(line) for line in open(sys.argv[2], encoding="utf-8")]
+chat = pipeline("text-generation", model=sys.argv[1])
+for row in (rows[0], rows[100], rows[200]):
+    asked = [{"role": "user", "content": row["instruction"] + ("\\n\\n" + row["input"] if row["input"] else "")}]
+    reply = chat(asked, max_new_tokens=80, do_sample=False)[0]["generated_text"][-1]["content"]
+    assert reply.strip() == row["output"].strip(), (asked, reply, row["output"])
+assert "penstock" not in sys.modules
+"""
+    from importlib.resources import files
+
+    examples = files("penstock.demo") / "examples.jsonl"
+    result = subprocess.run([sys.executable, "-c", code, directory, examples], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

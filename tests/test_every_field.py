@@ -1,0 +1,159 @@
+"""A field of the recipe that changes nothing must not exist: change each one, and see the run change."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+
+from penstock.presets import PRESETS
+from penstock.recipe import FIELDS
+from penstock.report.console import Console
+from penstock.train import train
+
+# How each field is changed. Where a change only shows beside another setting, that one is set in both runs.
+CHANGES = {
+    "name": {"name": "other"},
+    "output_dir": {},  # set to a second directory below
+    "model": {"model": "COPY"},
+    "revision": None,
+    "tokenizer": {"tokenizer": "COPY"},
+    "init": {"init": "random"},
+    "shape": {"shape": "num_hidden_layers=1"},
+    "trust_remote_code": {"trust_remote_code": True},
+    "device": None,
+    "dtype": {"dtype": "fp32"},
+    "attention": {"attention": "eager"},
+    "recompute": {"recompute": "full"},
+    "data": {"data": "FILE"},
+    "data_split": None,
+    "data_format": {"data_format": "text"},
+    "data_percent": {"data_percent": 50.0},
+    "template": {"template": "alpaca"},
+    "end_token": {"end_token": "<|endoftext|>"},
+    "train_on_prompt": {"train_on_prompt": True},
+    "max_length": {"max_length": 64},
+    "too_long": {"too_long": "drop"},
+    "packing": {"packing": False},
+    "shuffle": {"shuffle": False},
+    "validation": {"validation": 0.1},
+    "eval_data": {"eval_data": "FILE"},
+    "batch_size": {"batch_size": 3},
+    "micro_batch_size": {"micro_batch_size": 1},
+    "epochs": {"epochs": 0.1},
+    "max_steps": {"max_steps": 2},
+    "lr": {"lr": 1e-4},
+    "schedule": {"schedule": "linear"},
+    "warmup": {"warmup": 0.9},
+    "betas": {"betas": (0.5, 0.9)},
+    "eps": {"eps": 1e-2},
+    "weight_decay": {"weight_decay": 5.0},
+    "max_grad_norm": {"max_grad_norm": 0.01},
+    "skip_limit": None,
+    "seed": {"seed": 1},
+    "deterministic": {"deterministic": True},
+    "eval_every": {"eval_every": 1},
+    "log_every": {"log_every": 3},
+    "prompt": {"prompt": "What is the capital of Italy?"},
+}
+ALSO = {  # settings that both runs share
+    "shape": {"init": "random"},
+    "data_format": {"data": "BOTH"},
+    "end_token": {"template": "alpaca"},
+    "too_long": {"max_length": 40},
+    "eval_every": {"validation": 0.1},
+    "epochs": {"max_steps": 0, "data_percent": 30.0, "epochs": 0.5},
+}
+ELSEWHERE = {
+    "revision": "tests/model/test_load.py",
+    "data_split": "tests/data/test_source.py",
+    "device": "tests/test_hardware.py",
+    "skip_limit": "tests/test_train.py",
+}
+
+
+def test_every_field_is_changed_here_or_elsewhere():
+    assert set(CHANGES) == set(FIELDS)
+    assert {name for name, change in CHANGES.items() if change is None} == set(ELSEWHERE)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A copy of the demo model with other weights and another chat template; a data file; rows with two forms."""
+    from importlib.resources import files
+
+    from safetensors.torch import load_file, save_file
+
+    root = tmp_path_factory.mktemp("places")
+    copy, both, file = root / "copy", root / "both.jsonl", root / "file.jsonl"
+    shutil.copytree(str(files("penstock.demo") / "model"), copy)
+    weights = load_file(copy / "model.safetensors")
+    save_file({k: v * 1.01 for k, v in weights.items()}, copy / "model.safetensors", metadata={"format": "pt"})
+    for path in (copy / "tokenizer_config.json", copy / "chat_template.jinja"):
+        if path.exists():
+            path.write_text(path.read_text().replace("assistant", "oracle"))
+    rows = [{"instruction": f"Say {i}.", "input": "", "output": f"{i} it is."} for i in range(60)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    both.write_text("".join(json.dumps({**row, "text": row["output"]}) + "\n" for row in rows))
+    return {"COPY": str(copy), "FILE": str(file), "BOTH": str(both)}
+
+
+def run(values, directory, places):
+    values = {k: places.get(v, v) if isinstance(v, str) else v for k, v in values.items()}
+    base = dataclasses.replace(PRESETS["demo"], batch_size=2, max_length=128, max_steps=4, warmup=0.3, prompt=None)
+    recipe = dataclasses.replace(base, **{"output_dir": str(directory), **values})
+    console = Console()
+    with console.rich.capture() as capture:
+        summary = train(recipe, console)
+    rows = [json.loads(line) for line in (recipe.run_dir / "metrics.jsonl").read_text().splitlines()]
+    evals = recipe.run_dir / "eval.jsonl"
+    kept = ("step", "loss", "lr", "grad_norm", "tokens", "trained_tokens")
+    return {
+        "rows": [[row[k] for k in kept] for row in rows],
+        "evals": evals.read_text() if evals.exists() else "",
+        "answer": summary.answer and dataclasses.asdict(summary.answer),
+        "lines": sum(line.startswith("step") for line in capture.get().splitlines()),
+        "warned": "remote code" in capture.get(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "run_dir": str(recipe.run_dir),
+        "text": capture.get(),
+    }
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory, places):
+    results = {}
+
+    def get(also):
+        key = json.dumps(also, sort_keys=True)
+        if key not in results:
+            results[key] = run(also, tmp_path_factory.mktemp("base") / "run", places)
+        return results[key]
+
+    return get
+
+
+@pytest.mark.parametrize("field", [name for name, change in CHANGES.items() if change is not None])
+def test_changing_the_field_changes_the_run(field, tmp_path, places, baseline, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        before = baseline(ALSO.get(field, {}))
+        directory = "" if field == "name" else tmp_path / "run"
+        after = run({**ALSO.get(field, {}), **CHANGES[field]}, directory, places)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    if field in ("name", "output_dir"):
+        assert after["run_dir"] != before["run_dir"]
+        if field == "name":
+            assert after["run_dir"] == "runs/other"
+        return
+    seen = {"log_every": ["lines"], "deterministic": ["deterministic"], "trust_remote_code": ["warned"]}.get(
+        field, ["evals"] if field in ("validation", "eval_data", "eval_every") else ["rows", "answer"]
+    )
+    assert any(after[name] != before[name] for name in seen), f"{field} changed nothing"
+
+
+def test_recompute_changes_what_is_kept_not_the_numbers(tmp_path, places, baseline):
+    after = run({"recompute": "full"}, tmp_path / "run", places)
+    assert after["rows"] == baseline({})["rows"]

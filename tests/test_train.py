@@ -1,0 +1,144 @@
+"""A whole run, against a loop written by hand, and through what can go wrong in it."""
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from penstock.data.loader import Position
+from penstock.errors import Diverged, OutputError
+from penstock.presets import PRESETS
+from penstock.recipe import Recipe
+from penstock.report.console import Console
+from penstock.report.metrics import StepRow
+from penstock.train import Progress, lr_at, prepare_run, train
+
+DEMO = PRESETS["demo"]
+
+
+def quiet():
+    return Console(quiet=True)
+
+
+def losses_of(recipe):
+    lines = (recipe.run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def plain_loop(recipe, steps):
+    """Twenty steps as anyone would write them: one example at a time, no packing, torch's own AdamW."""
+    run = prepare_run(recipe, quiet())
+    directory = str(__import__("importlib.resources").resources.files("penstock.demo") / "model")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    plain = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=recipe.betas, eps=recipe.eps)
+    loader, position, losses = run.data.train, Position(), []
+    for step in range(steps):
+        rows = loader._rows(position.epoch)[position.row : position.row + recipe.batch_size]
+        examples = [loader.store.example(i) for r in rows for i in loader.packing.row(r)]
+        trained = sum(int(mask[1:].sum()) for _, mask in examples)
+        total = 0.0
+        for ids, mask in examples:
+            ids = torch.tensor(ids.astype("int64"))
+            labels = ids.where(torch.tensor(mask.astype(bool)), -100)
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum") / trained
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
+        warmup_steps = round(recipe.warmup * steps)
+        progress = (step - warmup_steps) / (steps - warmup_steps)
+        factor = (step + 1) / warmup_steps if step < warmup_steps else 0.5 * (1 + math.cos(math.pi * progress))
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.lr * factor
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+        _, position = loader.step_at(position)
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [True, False])
+def test_twenty_steps_equal_a_plain_loop(tmp_path, packing):
+    recipe = dataclasses.replace(
+        DEMO, dtype="fp32", output_dir=str(tmp_path / "run"), packing=packing, batch_size=2 if packing else 6,
+        max_length=128, micro_batch_size=0 if packing else 2, max_steps=20, lr=1e-3, warmup=0.2, prompt=None,
+    )  # fmt: skip
+    train(recipe, quiet())
+    ours, theirs = losses_of(recipe), plain_loop(recipe, 20)
+    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4
+    assert ours[-1] < ours[0] - 0.3
+
+
+def test_the_schedules():
+    recipe = Recipe(lr=1.0, warmup=0.2)
+    rates = [lr_at(recipe, step, 10) for step in range(1, 11)]
+    assert rates[:3] == pytest.approx([0.5, 1.0, 1.0])
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert 0 < rates[-1] < 0.1
+    linear = [lr_at(dataclasses.replace(recipe, schedule="linear"), step, 10) for step in range(3, 11)]
+    assert linear == pytest.approx([1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+    assert lr_at(dataclasses.replace(recipe, schedule="constant"), 10, 10) == 1.0
+    assert lr_at(dataclasses.replace(recipe, warmup=1.0), 10, 10) == 1.0
+    assert lr_at(dataclasses.replace(recipe, warmup=0.0), 1, 1) == 1.0
+
+
+def test_skips_in_a_row_end_the_run_and_name_the_first():
+    progress = Progress(Recipe(skip_limit=3), 100, quiet())
+
+    def row(step, skipped):
+        return StepRow(step, math.nan if skipped else 1.0, 1e-5, math.nan, 10, 5, 0.1, skipped)
+
+    for step, skipped in enumerate([True, True, False, True, True], start=1):
+        progress.row(row(step, skipped))
+    with pytest.raises(Diverged, match=r"step 4: .* 3 steps in a row"):
+        progress.row(row(6, True))
+
+
+def test_a_run_is_not_written_over(tmp_path):
+    recipe = dataclasses.replace(DEMO, output_dir=str(tmp_path / "run"), max_steps=1, data_percent=10.0, prompt=None)
+    train(recipe, quiet())
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(OutputError, match="holds a run already"):
+        train(recipe, quiet())
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    train(dataclasses.replace(recipe, max_steps=2), quiet(), overwrite=True)
+    assert len(losses_of(recipe)) == 2
+
+
+def test_evaluation_is_written_and_summed_up(tmp_path):
+    recipe = dataclasses.replace(
+        DEMO, output_dir=str(tmp_path / "run"), max_steps=4, validation=0.2, eval_every=2, prompt=None
+    )
+    summary = train(recipe, quiet())
+    evals = [json.loads(line) for line in (tmp_path / "run" / "eval.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in evals] == [2, 4]
+    assert summary.eval_loss == evals[-1]["eval_loss"] < evals[0]["eval_loss"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_the_step_and_keeps_the_model(tmp_path, number):
+    command = [sys.executable, "-m", "penstock", "train", "demo", "--output-dir", str(tmp_path / "run")]
+    process = subprocess.Popen([*command, "--epochs", "500"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    os.kill(process.pid, number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, errors
+    assert "the model as it was then is in" in errors
+    assert "Traceback" not in errors
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model") is not None
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model") is not None
