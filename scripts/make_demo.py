@@ -30,7 +30,7 @@ CORPUS = Path("scripts/demo_corpus.txt")
 TARGET = Path("src/penstock/demo/model")
 
 SEED = 42
-NUM_STORIES = 800
+NUM_STORIES = 500
 VOCAB_SIZE = 2048
 END_OF_TEXT, START, END, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
 CHAT_TEMPLATE = (
@@ -40,8 +40,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-ROW_LENGTH, NUM_ROWS, NUM_STEPS = 128, 16, 450
-PEAK_LR, WARMUP_STEPS, WEIGHT_DECAY = 3e-3, 30, 0.1
+ROW_LENGTH, NUM_ROWS, NUM_STEPS = 128, 8, 900
+PEAK_LR, WARMUP_STEPS, WEIGHT_DECAY = 3e-3, 50, 0.1
 
 UNITS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
@@ -58,10 +58,6 @@ class Table:
     columns: list[str]
     rows: list[list[str]]
     patterns: list[str]
-
-    def state(self, row: list[str], pattern: str) -> str:
-        text = pattern.format(**dict(zip(self.columns, row, strict=True)))
-        return re.sub(r"(^|[.!?:] )([a-z])", lambda match: match[1] + match[2].upper(), text)
 
 
 def read_tables(path: Path) -> dict[str, Table]:
@@ -90,8 +86,10 @@ def state_number_facts(rng: random.Random) -> list[str]:
     facts = []
     for a, b in itertools.product(range(1, 11), repeat=2):
         for x, sign, word, y, z in ((a, "+", "plus", b, a + b), (a + b, "-", "minus", b, a), (a, "x", "times", b, a * b)):
-            facts.append(f"{x} {sign} {y} = {z}.")
-            facts.append(f"{in_words(x)} {word} {in_words(y)} is {in_words(z)}.".capitalize())
+            digits, words = f"{x} {sign} {y}", f"{in_words(x)} {word} {in_words(y)}"
+            facts += [f"{digits} = {z}.", f"The class had to work out {digits}. {digits} = {z}."]
+            for said in ("", f"The class had to work out {words}. "):
+                facts.append(said + f"{words} is {in_words(z)}.".capitalize())
     for a in range(1, 11):
         facts.append(f"Half of {in_words(2 * a)} is {in_words(a)}.")
     for _ in range(200):
@@ -114,40 +112,38 @@ def state_word_facts(tables: dict[str, Table], rng: random.Random) -> list[str]:
     return facts
 
 
-def tell_story(pattern: str, tables: dict[str, Table], rng: random.Random) -> str:
-    """Fill the slots of a story; the slots {name} and {name2} get different words of the list `name`."""
-    words: dict[str, str] = {}
-    for slot in dict.fromkeys(re.findall(r"{(\w+)}", pattern)):
-        kind = slot.rstrip("2")
-        table = tables.get(kind) or next(t for t in tables.values() if kind in t.columns)
-        column = table.columns.index(kind)
-        words[slot] = rng.choice([row[column] for row in table.rows if row[column] not in words.values()])
-    return pattern.format(**words)
+def fill(pattern: str, words: dict[str, str], tables: dict[str, Table], rng: random.Random) -> str:
+    """The pattern with `words` in its slots; {name} and {name2} get different words of the table `name`."""
+    words = dict(words)
+    for slot in re.findall(r"{(\w+)}", pattern):
+        if slot not in words:
+            kind = slot.rstrip("2")
+            table = tables.get(kind) or next(table for table in tables.values() if kind in table.columns)
+            column = table.columns.index(kind)
+            words[slot] = rng.choice([row[column] for row in table.rows if row[column] not in words.values()])
+    return re.sub(r"(^|[.!?] )([a-z])", lambda match: match[1] + match[2].upper(), pattern.format(**words))
 
 
 def write_documents(tables: dict[str, Table], rng: random.Random) -> list[str]:
-    """All prose: each way to state each fact once with others of its kind and once with others about the same thing."""
-    documents = []
+    """An epoch of prose: each fact stated in each way, grouped with facts of its kind, then once more grouped by its subject."""
+    documents = group(state_number_facts(rng), rng) + group(state_word_facts(tables, rng), rng)
     for table in tables.values():
         if not table.columns:
-            documents += [tell_story(rng.choice(table.patterns), tables, rng) for _ in range(NUM_STORIES)]
-            continue
-        for row in table.rows:
-            about = [table.state(row, pattern) for pattern in table.patterns]
-            documents.append(" ".join(rng.sample(about, len(about))))
-        for pattern in table.patterns:
-            documents += group([table.state(row, pattern) for row in table.rows], rng)
-        documents += group([table.state(row, rng.choice(table.patterns)) for row in table.rows if table.patterns], rng)
-    documents += group(state_number_facts(rng), rng) + group(state_word_facts(tables, rng), rng)
-    documents = [document for document in documents if document]
+            documents += [fill(rng.choice(table.patterns), {}, tables, rng) for _ in range(NUM_STORIES)]
+        elif table.patterns:
+            rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+            for pattern in table.patterns:
+                documents += group([fill(pattern, row, tables, rng) for row in rows], rng)
+            for row in rows:
+                documents.append(" ".join(fill(pattern, row, tables, rng) for pattern in rng.sample(table.patterns, 3)))
     rng.shuffle(documents)
     return documents
 
 
 def group(sentences: list[str], rng: random.Random) -> list[str]:
-    """Documents of up to five sentences, in random order."""
+    """Documents of three sentences, in random order."""
     shuffled = rng.sample(sentences, len(sentences))
-    return [" ".join(shuffled[i : i + 5]) for i in range(0, len(shuffled), 5)]
+    return [" ".join(shuffled[i : i + 3]) for i in range(0, len(shuffled), 3)]
 
 
 def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
@@ -161,7 +157,8 @@ def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(documents, trainer)
+    roles = ["user", "assistant"] * 100  # words of the chat template, which no prose has at the start of a text
+    tokenizer.train_from_iterator(documents + roles, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -191,10 +188,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def cut_rows(documents: list[str], tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Tensor:
-    """One epoch: the documents in a new order, end to end with their separator, cut into rows of equal length."""
-    order = rng.sample(documents, len(documents))
-    stream = [token for ids in tokenizer([text + END_OF_TEXT for text in order])["input_ids"] for token in ids]
+def cut_rows(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """The documents end to end, each with its separator, cut into rows of equal length."""
+    stream = [token for ids in tokenizer([text + END_OF_TEXT for text in documents])["input_ids"] for token in ids]
     num_rows = len(stream) // ROW_LENGTH
     return torch.tensor(stream[: num_rows * ROW_LENGTH]).view(num_rows, ROW_LENGTH)
 
@@ -207,11 +203,15 @@ def lr_at(step: int) -> float:
     return PEAK_LR * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def pretrain(model: LlamaForCausalLM, documents: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
-    """Next-token prediction in fp32: bf16 products are emulated, a hundred times slower, on CPUs without them."""
-    rng = random.Random(SEED)
+def pretrain(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tables: dict[str, Table], rng: random.Random
+) -> None:
+    """Next-token prediction. Every epoch is written anew, so that facts can be learned by heart but texts cannot.
+
+    In fp32: on CPUs without bf16 instructions a bf16 step takes a hundred times as long.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
-    epochs = (cut_rows(documents, tokenizer, rng) for _ in itertools.count())
+    epochs = (cut_rows(write_documents(tables, rng), tokenizer) for _ in itertools.count())
     batches = (batch for rows in epochs for batch in rows.split(NUM_ROWS) if len(batch) == NUM_ROWS)
     start = time.monotonic()
     for step, batch in zip(range(NUM_STEPS), batches, strict=False):
@@ -229,7 +229,9 @@ def pretrain(model: LlamaForCausalLM, documents: list[str], tokenizer: PreTraine
 def main() -> None:
     torch.manual_seed(SEED)
     torch.use_deterministic_algorithms(True)
-    documents = write_documents(read_tables(CORPUS), random.Random(SEED))
+    rng = random.Random(SEED)
+    tables = read_tables(CORPUS)
+    documents = write_documents(tables, rng)
     tokenizer = train_tokenizer(documents)
     num_tokens = sum(map(len, tokenizer(documents)["input_ids"]))
     model = build_model(tokenizer)
@@ -237,7 +239,7 @@ def main() -> None:
         f"{len(documents)} documents, {sum(map(len, documents)) / 1e3:.0f} kB, {num_tokens} tokens; "
         f"{len(tokenizer)} tokens in the vocabulary; {model.num_parameters() / 1e6:.2f} M parameters"
     )
-    pretrain(model, documents, tokenizer)
+    pretrain(model, tokenizer, tables, rng)
     model.generation_config = GenerationConfig(
         do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )

@@ -30,7 +30,7 @@ def answer(
     was_training = model.training
     model.eval()
     with stock_attention(model):
-        output = model.generate(
+        output = model.generate(  # type: ignore[operator]
             **inputs,
             max_new_tokens=max_new_tokens,
             do_sample=temperature > 0,
@@ -39,8 +39,8 @@ def answer(
             top_k=None,
         )
     model.train(was_training)
-    reply: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return reply.strip()
+    reply = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return str(reply).strip()
 
 
 def generate(run: Path, prompt: str, *, max_new_tokens: int, temperature: float, seed: int, device: str) -> str:

@@ -100,7 +100,7 @@ class Architecture:
             values["num_experts_per_tok"] = self.experts_per_token
             if self.model_type != "gpt_oss":  # there `intermediate_size` is the experts' own
                 values["moe_intermediate_size"] = self.moe_intermediate
-        return values | dict(self.extra)
+        return values | {name: list(value) if isinstance(value, tuple) else value for name, value in self.extra}
 
 
 def _rope(theta: float, **more: object) -> tuple[tuple[str, object], ...]:

@@ -34,9 +34,9 @@ def train(recipe: Recipe, console: Console, *, overwrite: bool = False) -> Summa
     run = prepare_run(recipe, console)
     with console.phase(f"Loading {recipe.model}"), memory_advice(recipe):
         model = load_model(recipe, run.config, run.device, console.say)
-        engine = NativeEngine(model, recipe)
         num_params = sum(p.numel() for p in model.parameters())
         console.say(f"  {num_params / 1e6:,.1f} M parameters on {describe(run.device)}")
+        engine = NativeEngine(model, recipe, lambda text: console.say(f"  {text}"))
     before = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt else ""
 
     run_dir = make_run_dir(recipe)

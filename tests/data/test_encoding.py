@@ -41,7 +41,6 @@ def whole_text(store, tokenizer, i):
         ("llama3", "<|eot_id|>", ""),
         ("qwen3", "<|im_end|>", "<think>\n\n</think>\n\n"),
         ("harmony", "<|return|>", "<|channel|>final<|message|>"),
-        ("no-end", "</s>", ""),
         (None, "</s>", ""),
     ],
 )
@@ -62,6 +61,20 @@ def test_an_end_token_that_swallows_the_line_break_is_trained(write, make_tokeni
     store = store_of(write([{"prompt": "q", "completion": "a"}]), tokenizer)
     assert trained_text(store, tokenizer, 0) == "a<|im_end|>"
     assert store.counts.unended.count == 0
+
+
+def test_a_word_that_takes_in_the_blank_at_the_end_of_the_prompt_is_trained(write, plain):
+    store = store_of(write([{"prompt": "The capital: ", "completion": "is"}]), plain, template="none")
+    assert trained_text(store, plain, 0) == " is</s>"
+    assert plain.convert_ids_to_tokens(store.example(0)[0][-2:].tolist()) == ["Ġis", "</s>"]
+
+
+def test_a_header_that_swallows_the_blank_of_the_response_is_not_trained(write, make_tokenizer):
+    tokenizer = make_tokenizer("llama3")
+    tokenizer.add_tokens([AddedToken("<|end_header_id|>", rstrip=True, special=True)], special_tokens=True)
+    tokenizer.chat_template = tokenizer.chat_template.replace(" | trim", "")
+    store = store_of(write([{"prompt": "q", "completion": " a"}]), tokenizer)
+    assert trained_text(store, tokenizer, 0) == "a<|eot_id|>"
 
 
 def test_tokens_are_those_of_the_whole_text(write, chatml):
@@ -197,8 +210,9 @@ def test_progress_is_said_now_and_then(plain, tmp_path, monkeypatch):
     assert said[0].startswith("Tokenizing mine: 4 rows")
 
 
-def test_memory_does_not_grow_with_the_number_of_rows(plain, tmp_path):
+def test_memory_does_not_grow_with_the_number_of_rows(plain, tmp_path, monkeypatch):
     """What a build holds at its peak for many rows is what it holds for few; only the files grow."""
+    monkeypatch.setattr(encoding, "_BATCH_ROWS", 100)
 
     def peak_bytes(num_rows):
         rows = (Row({"text": f"Two and two make {i}."}, "mine", i) for i in range(num_rows))
@@ -211,6 +225,6 @@ def test_memory_does_not_grow_with_the_number_of_rows(plain, tmp_path):
         assert np.fromfile(directory / "offsets", np.int64).size == num_rows + 1
         return peak
 
-    peak_bytes(1000)  # caches inside libraries fill up once
-    few, many = peak_bytes(4000), peak_bytes(20_000)
+    peak_bytes(400)  # caches inside libraries fill up once
+    few, many = peak_bytes(500), peak_bytes(5000)
     assert many < 1.2 * few

@@ -197,7 +197,7 @@ def test_an_end_token_that_is_no_token_is_refused(plain):
 
 
 def test_an_end_token_against_the_chat_template_is_refused(chatml):
-    with pytest.raises(ModelError, match="ends a response with '<|im_end|>'"):
+    with pytest.raises(ModelError, match=r"ends a response with '<.im_end.>'"):
         render(chatml, messages("q", "a"), end_token="<|endoftext|>")
     assert trained(render(chatml, messages("q", "a"), end_token="<|im_end|>")) == ["a<|im_end|>"]
 

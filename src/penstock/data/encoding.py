@@ -169,9 +169,10 @@ def write_examples(
     first = next(rows)  # a source raises rather than being empty
     form: Format = detect_format(first) if recipe.data_format == "auto" else recipe.data_format
     with ExitStack() as cleanup:
-        columns = {name: _Column(directory, name) for name in DTYPES}
-        for column in columns.values():
-            cleanup.callback(column.abandon)
+        columns: dict[str, _Column] = {}
+        for name in DTYPES:
+            columns[name] = _Column(directory, name)
+            cleanup.callback(columns[name].abandon)
         encoder = _Encoder(columns, source, tokenizer, recipe, form)
         started = said = time.monotonic()
         for batch in _batches(encoder.rendered(itertools.chain([first], rows))):
@@ -239,12 +240,30 @@ class _Encoder:
         masks: list[bytes] = []
         places: list[int] = []
         for (row, example), tokens, offsets in zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            mask = self._cut(row, tokens, *_trained(example, offsets))
+            mask = self._cut(row, tokens, *self._trained(example, tokens, offsets))
             if mask is not None:
                 ids.append(tokens[: len(mask)])
                 masks.append(bytes(mask))
                 places.extend(self._place(row))
         self._append(ids, masks, places)
+
+    def _trained(self, example: Example, tokens: list[int], offsets: list[tuple[int, int]]) -> tuple[bytearray, int]:
+        """The mask of an example, and the index of the token that ends its last response.
+
+        A token is trained if any of its characters is in a span. So the first word of a response is learned also where
+        the prompt ends in a blank that its token takes in (" Paris"); a rule by where tokens start would leave it out,
+        or not, depending on how the tokenizer counts that blank. Likewise an end token that swallows the line break
+        after it (Phi-3's). Only a special token that swallows the blanks before a response is still the prompt's.
+        """
+        mask = bytearray(len(offsets))
+        last = 0
+        for start, end in example.spans:
+            first, after = bisect_left(offsets, (start,)), bisect_left(offsets, (end,))
+            while first and offsets[first - 1][1] > start and tokens[first - 1] not in self._template.special_ids:
+                first -= 1
+            mask[first:after] = b"\x01" * (after - first)
+            last = after - 1
+        return mask, last
 
     def _cut(self, row: Row, tokens: list[int], mask: bytearray, last: int) -> bytearray | None:
         """The mask of what is kept of an example, or None. `last` is where its last response ends."""
@@ -287,18 +306,3 @@ class _Encoder:
 
     def _place(self, row: Row) -> tuple[int, int]:
         return self._file_numbers[row.file], row.line
-
-
-def _trained(example: Example, offsets: list[tuple[int, int]]) -> tuple[bytearray, int]:
-    """The mask of an example, and the index of the token that ends its last response.
-
-    A token belongs to a span if it starts in it. One that started before is part of the prompt; one that reaches beyond
-    the end is an end token that swallows the line break after it (Phi-3's), and must be trained.
-    """
-    mask = bytearray(len(offsets))
-    last = 0
-    for start, end in example.spans:
-        first, after = bisect_left(offsets, (start,)), bisect_left(offsets, (end,))
-        mask[first:after] = b"\x01" * (after - first)
-        last = after - 1
-    return mask, last

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -21,36 +21,8 @@ from penstock.offload.optimizer import OffloadAdamW
 from penstock.recipe import Recipe
 
 
-@dataclass(frozen=True)
-class Trial:
-    """What one full micro-batch takes, gradients not counted."""
-
-    activation_bytes: int
-    forward_seconds: float
-    backward_seconds: float
-
-
-def full_batch(rows: int, length: int, vocab_size: int) -> MicroBatch:
-    """Rows without padding, each one example, every token trained on: the most that a micro-batch can take."""
-    ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
-    places = torch.arange(rows * length).view(rows, length)
-    return MicroBatch(
-        input_ids=ids,
-        position_ids=(places % length),
-        boundaries=tuple(range(0, rows * length + 1, length)),
-        target_index=places[:, :-1].flatten(),
-        targets=ids[:, 1:].flatten(),
-        num_tokens=rows * length,
-        num_trained=rows * (length - 1),
-    )
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
-class NativeEngine:
-    """One device."""
+class PackedModel:
+    """A model made ready for packed rows: attention, recompute, and the loss of a micro-batch."""
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
         self.model = model
@@ -60,7 +32,21 @@ class NativeEngine:
         check_logits(model, self.units)
         set_recompute(self.units.layers, recipe.recompute)
         model.train()
-        trial = self._try_once(recipe)
+
+    def loss_sum(self, batch: MicroBatch) -> Tensor:
+        """Sum of the losses of the trained tokens."""
+        batch = batch.to(self.device)
+        segments = Segments.of(batch.boundaries, self.device)
+        return packed_loss(self.units, batch.input_ids, batch.position_ids, segments, batch.target_index, batch.targets)
+
+
+class NativeEngine:
+    """One device."""
+
+    def __init__(self, model: PreTrainedModel, recipe: Recipe, say: Callable[[str], None]) -> None:
+        self.model = model
+        self.packed = PackedModel(model, recipe)
+        trial = try_once(self.packed, recipe)
         self.optimizer = OffloadAdamW(
             model,
             lr=recipe.lr,
@@ -68,38 +54,17 @@ class NativeEngine:
             eps=recipe.eps,
             max_grad_norm=recipe.max_grad_norm,
             params=decay_groups(model, recipe.weight_decay),
-            units=self.units.layers,
+            units=self.packed.units.layers,
             activation_bytes=trial.activation_bytes,
             hidden_seconds=trial.forward_seconds if recipe.max_grad_norm else trial.backward_seconds,
             working_dtype=torch.bfloat16 if recipe.dtype == "bf16" else None,
         )
-        self._loss = torch.zeros((), device=self.device)
-
-    def _try_once(self, recipe: Recipe) -> Trial:
-        """One forward and backward of a full micro-batch, to see what activations need before state takes the rest."""
-        if self.device.type != "cuda":
-            return Trial(0, 0.0, 0.0)
-        dropped = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in self.model.parameters()]
-        batch = full_batch(recipe.rows_at_once, recipe.max_length, self.model.config.get_text_config().vocab_size)
-        before = torch.cuda.memory_allocated(self.device)
-        for _ in range(2):  # the first also compiles kernels and makes workspaces
-            torch.cuda.reset_peak_memory_stats(self.device)
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-            marks[0].record()
-            loss = self._loss_sum(batch)
-            marks[1].record()
-            loss.backward()
-            marks[2].record()
-            del loss
-            torch.cuda.synchronize(self.device)
-        for hook in dropped:
-            hook.remove()
-        forward, backward = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
-        return Trial(torch.cuda.max_memory_allocated(self.device) - before, forward, backward)
+        say(self.optimizer.describe())
+        self._loss = torch.zeros((), device=self.packed.device)
 
     def accumulate(self, batch: MicroBatch, trained_in_step: int, *, last: bool) -> None:
         """Forward and backward; the gradients of the last micro-batch are final."""
-        loss = self._loss_sum(batch) / trained_in_step
+        loss = self.packed.loss_sum(batch) / trained_in_step
         with nullcontext() if last else self.optimizer.accumulate():
             loss.backward()
         self._loss += loss.detach()
@@ -113,16 +78,16 @@ class NativeEngine:
         report = self.optimizer.report
         assert report is not None, "a step follows at least one micro-batch"
         result = StepResult(self._loss, report.grad_norm, ~report.taken, report.done)
-        self._loss = torch.zeros((), device=self.device)
+        self._loss = torch.zeros((), device=self.packed.device)
         return result
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> float:
         """Mean loss over the trained tokens, without dropout."""
         self.model.eval()
-        total, trained = torch.zeros((), device=self.device), 0
+        total, trained = torch.zeros((), device=self.packed.device), 0
         for batch in batches:
-            total += self._loss_sum(batch)
+            total += self.packed.loss_sum(batch)
             trained += batch.num_trained
         self.model.train()
         return float(total / trained)
@@ -131,15 +96,63 @@ class NativeEngine:
         """Let the last updates finish, then give state back."""
         self.optimizer.close()
 
-    def _loss_sum(self, batch: MicroBatch) -> Tensor:
-        batch = batch.to(self.device)
-        segments = Segments.of(batch.boundaries, self.device)
-        return packed_loss(self.units, batch.input_ids, batch.position_ids, segments, batch.target_index, batch.targets)
+
+@dataclass(frozen=True)
+class Trial:
+    """What one full micro-batch takes, gradients not counted."""
+
+    activation_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+
+
+def try_once(packed: PackedModel, recipe: Recipe) -> Trial:
+    """One forward and backward of a full micro-batch, to see what activations need before state takes the rest."""
+    if packed.device.type != "cuda":
+        return Trial(0, 0.0, 0.0)
+    batch = full_batch(recipe.rows_at_once, recipe.max_length, packed.model.config.get_text_config().vocab_size)
+    hooks = [p.register_post_accumulate_grad_hook(drop_gradient) for p in packed.model.parameters()]
+    before = torch.cuda.memory_allocated(packed.device)
+    for _ in range(2):  # the first also compiles kernels and makes workspaces
+        torch.cuda.reset_peak_memory_stats(packed.device)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        marks[0].record()
+        loss = packed.loss_sum(batch)
+        marks[1].record()
+        loss.backward()
+        marks[2].record()
+        del loss
+        torch.cuda.synchronize(packed.device)
+    for hook in hooks:
+        hook.remove()
+    forward, backward = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
+    return Trial(torch.cuda.max_memory_allocated(packed.device) - before, forward, backward)
+
+
+def full_batch(rows: int, length: int, vocab_size: int) -> MicroBatch:
+    """Rows without padding, each one example, every token trained on: the most that a micro-batch can take."""
+    ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    places = torch.arange(rows * length).view(rows, length)
+    return MicroBatch(
+        input_ids=ids,
+        position_ids=places % length,
+        boundaries=tuple(range(0, rows * length + 1, length)),
+        target_index=places[:, :-1].flatten(),
+        targets=ids[:, 1:].flatten(),
+        num_tokens=rows * length,
+        num_trained=rows * (length - 1),
+    )
+
+
+def drop_gradient(parameter: Tensor) -> None:
+    """A hook for a backward whose gradients nobody wants."""
+    parameter.grad = None
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Matrices decay; norms, biases and attention sinks do not. Biases of experts are matrices, so names count too."""
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for name, p in model.named_parameters():
         (plain if p.ndim < 2 or name.endswith("bias") else decayed).append(p)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]

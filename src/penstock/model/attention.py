@@ -36,7 +36,7 @@ from penstock.model.sinks import flash_with_sinks
 VARLEN = "penstock_varlen"
 """Our function's name in transformers' registry."""
 
-_MASKED_ONLY = ("stablelm", "gptj", "gpt_neo", "codegen")
+_MASKED_ONLY = ("stablelm", "gptj")
 """Models with attention code of their own that were tested to honour a mask of four dimensions."""
 
 _FLASH_HEAD_DIM = 256

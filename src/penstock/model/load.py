@@ -36,7 +36,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging
 
-from penstock.errors import ModelError
+from penstock.errors import ModelError, RecipeError
 from penstock.model.shape import with_shape
 from penstock.model.shards import Progress, StoredTensor, read_headers
 from penstock.model.source import Source, find_source, is_local
@@ -56,7 +56,10 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     else:
         config = _read_config(recipe)
     _refuse_other_models(recipe, config)
-    return with_shape(config, recipe.shape) if recipe.shape else config
+    if not recipe.shape:
+        return config
+    with _quiet():
+        return with_shape(config, recipe.shape)
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -145,7 +148,8 @@ def _drop_dropout(config: PreTrainedConfig, say: Say) -> None:
     """
     text = config.get_text_config()
     for name, value in list(vars(text).items()):
-        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value > 0:
+        used = not name.startswith(("classifier", "summary"))  # heads that a causal language model does not have
+        if used and ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value > 0:
             setattr(text, name, 0.0)
             say(f"  {name} = {value} in the model's config is set to 0: Penstock trains without dropout")
 
@@ -156,9 +160,14 @@ def _random_model(recipe: Recipe, config: PreTrainedConfig, device: torch.device
         del config.quantization_config
     dtype = torch.float32 if recipe.dtype == "fp32" else torch.bfloat16
     generators = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=generators):
-        torch.manual_seed(recipe.seed)
-        model, _ = _load(_model_class(recipe, config, None), config, {}, dtype, device)
+    try:
+        with torch.random.fork_rng(devices=generators):
+            torch.manual_seed(recipe.seed)
+            model, _ = _load(_model_class(recipe, config, None), config, {}, dtype, device)
+    except (ValueError, TypeError, AssertionError, ZeroDivisionError) as error:
+        if not recipe.shape:
+            raise
+        raise RecipeError(f"shape: {recipe.shape!r} gives no {config.model_type}: {error}") from error
     return model
 
 
@@ -178,6 +187,8 @@ def _streamed_model(
             raise
         raise ModelError(f"the weights cannot be loaded: {error}", where=str(source.directory)) from error
     _refuse_gaps(source, info, say)
+    if _quantization(config):
+        _forget_quantization(model)
     if dtype == torch.float32:
         for parameter in model.parameters():  # MXFP4 always comes out as bf16
             parameter.data = parameter.data.float()
@@ -241,11 +252,14 @@ def _gguf_settings() -> dict[str, Any]:
 
 
 def _forget_quantization(model: PreTrainedModel) -> None:
-    """The weights are plain numbers now; what is left of the quantizer would refuse to save them."""
-    for owner, name in ((model, "hf_quantizer"), (model, "quantization_method"), (model.config, "quantization_config")):
-        if hasattr(owner, name):
-            delattr(owner, name)
-    model.is_quantized = False
+    """The weights are plain numbers now. What is left of the quantizer would refuse to save them (GGUF), or save them
+    under the names that the packed ones had (MXFP4: `gate_up_proj_blocks`), where nothing finds them again.
+    """
+    for name in ("hf_quantizer", "quantization_method", "_weight_conversions", "is_quantized"):
+        if hasattr(model, name):
+            delattr(model, name)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
 
 
 def _model_class(recipe: Recipe, config: PreTrainedConfig, source: Source | None) -> type[PreTrainedModel]:

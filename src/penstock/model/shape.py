@@ -17,17 +17,29 @@ def with_shape(config: PreTrainedConfig, shape: str) -> PreTrainedConfig:
     for name in changes:
         if name not in known:
             raise RecipeError(f"shape: {config.model_type} has no setting {name!r}", remedy=did_you_mean(name, known))
+    aliases = config.attribute_map  # such as n_layer, which GPT-2's file says, for num_hidden_layers
+    changes = {aliases.get(name, name): value for name, value in changes.items()}
     before = config.num_hidden_layers
-    after = changes.get("num_hidden_layers", before)
+    after = changes.get(aliases.get("num_hidden_layers", "num_hidden_layers"), before)
     if not isinstance(after, int) or after < 1:
         raise RecipeError(f"shape: num_hidden_layers = {after!r} must be a positive number")
     for name, value in values.items():
         if isinstance(value, list) and len(value) == before:
             values[name] = [value[number % before] for number in range(after)]
+    values |= changes
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        values[name] = _within(values.get(name), values["vocab_size"])
     try:
-        return type(config).from_dict(values | changes)
+        return type(config).from_dict(values)
     except Exception as error:  # the config classes' validators raise many kinds
         raise RecipeError(f"shape: {shape!r} does not fit {config.model_type}: {error}") from error
+
+
+def _within(token_id: Any, vocab_size: int) -> Any:
+    """A special token's id, or none where a smaller vocabulary has no such token."""
+    if isinstance(token_id, list):
+        return [i for i in token_id if i < vocab_size] or None
+    return token_id if isinstance(token_id, int) and token_id < vocab_size else None
 
 
 def _parse(item: str) -> tuple[str, Any]:

@@ -56,6 +56,8 @@ class Chunk:
 class Home(Protocol):
     """Where chunks live. `weight` and `gradient` are the chunk's flat slices on the device."""
 
+    name: str
+
     def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
         """The gradient will not change any more in this step."""
 
@@ -91,6 +93,8 @@ def finished(mark: Mark) -> Future[Mark]:
 class ResidentHome:
     """`gpu`: state beside the weights."""
 
+    name = "gpu"
+
     def __init__(self, chunks: Sequence[Chunk], device: torch.device, lane: Lane) -> None:
         self._lane = lane
         self._state = {c: torch.zeros(c.state_bytes, dtype=torch.uint8, device=device) for c in chunks}
@@ -119,6 +123,8 @@ class ResidentHome:
 
 class StreamHome:
     """`stream`: state in an arena, updated on the device in one of a few staging slots."""
+
+    name = "stream"
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device, update_lane: Lane) -> None:
         self._arena = Arena(sum(padded(c.state_bytes) for c in chunks), pinned=device.type == "cuda")
@@ -179,6 +185,8 @@ class _HostCopy:
 
 class HostHome:
     """`host`: state in an arena, updated there by threads."""
+
+    name = "host"
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device, *, cores: Sequence[int]) -> None:
         self._device, self._mirrored = device, device.type == "cuda"

@@ -197,12 +197,12 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _attach(self, model: nn.Module) -> None:
         """Hooks: a unit's forward waits for its update; a final gradient is taken; state_dict waits for everything."""
+        self._hooks = [model.register_state_dict_pre_hook(lambda *_: self.synchronize())]
         for unit in self._units:
-            unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._wait(unit))
+            self._hooks.append(unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._wait(unit)))
             for index in unit.parameters:
                 hook = cast(Callable[[Tensor], None], lambda p, i=index, u=unit: self._gradient_final(i, u))
-                self._parameters[index].register_post_accumulate_grad_hook(hook)
-        model.register_state_dict_pre_hook(lambda *_: self.synchronize())
+                self._hooks.append(self._parameters[index].register_post_accumulate_grad_hook(hook))
 
     # ------------------------------------------------------------------ one step
 
@@ -334,6 +334,13 @@ class OffloadAdamW(torch.optim.Optimizer):
             main_waits(self._device, update.result())
         unit.updates.clear()
 
+    def describe(self) -> str:
+        """Where state lives, in words."""
+        parts = [
+            f"{sum(c.state_bytes for c in chunks) / 1e9:,.2f} GB {home.name}" for home, chunks in self._homes if chunks
+        ]
+        return f"optimizer state: {', '.join(parts)}; schedule {self.schedule}"
+
     def synchronize(self) -> None:
         """Wait until every update has been made; weights and state may then be read anywhere."""
         for unit in self._units:
@@ -388,7 +395,9 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._start_from([None] * len(self._parameters))
 
     def close(self) -> None:
-        """Give back state, arenas and threads; the weights stay."""
+        """Give back state, arenas and threads, and let go of the model; its weights stay."""
         self.synchronize()
+        for hook in self._hooks:
+            hook.remove()
         for home, _ in self._homes:
             home.close()

@@ -30,9 +30,10 @@ def measure_rates(device: torch.device, cores: Sequence[int]) -> Rates:
     total = 2 * SAMPLE_BYTES + sum(padded(c.state_bytes) for c in chunks) + 2 * sum(weights)
     arena = Arena(total, pinned=device.type == "cuda")
     down, up = arena.cut(SAMPLE_BYTES), arena.cut(SAMPLE_BYTES)
-    work: list[tuple[Tensor, Tensor, StateView]] = [
-        (c.view(arena.cut(c.state_bytes)), *(arena.cut(2 * c.size).view(c.dtype) for _ in range(2))) for c in chunks
-    ]
+    work: list[tuple[Tensor, Tensor, StateView]] = []
+    for c in chunks:
+        weight, gradient = (arena.cut(2 * c.size).view(c.dtype) for _ in range(2))
+        work.append((weight, gradient, c.view(arena.cut(c.state_bytes))))
     coefficients = torch.ones(NUM_COEFFICIENTS)
     on_device = [torch.empty(SAMPLE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     lanes = (Lane(device), Lane(device))

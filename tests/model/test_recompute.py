@@ -1,0 +1,70 @@
+"""Recomputing changes memory, never a bit of the gradients."""
+
+import pytest
+import torch
+from tiny import OTHERS, SEVEN, packed, tiny_model
+
+from penstock.errors import RecipeError
+from penstock.model.attention import use_attention
+from penstock.model.loss import packed_loss
+from penstock.model.recompute import set_recompute
+from penstock.model.units import find_units
+
+
+def gradients(model, choice):
+    units = find_units(model)
+    use_attention(model, "auto")
+    set_recompute(units.layers, choice)
+    batch = packed()
+    loss = packed_loss(units, batch.input_ids, batch.position_ids, batch.segments, batch.target_index, batch.targets)
+    model.zero_grad()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("name", [*SEVEN, *OTHERS])
+def test_gradients_are_the_same_bits(name):
+    model = tiny_model(name)
+    kept = gradients(model, "none")
+    for choice in ("full", 1, "none"):
+        assert all(torch.equal(a, b) for a, b in zip(kept, gradients(model, choice), strict=True))
+
+
+def test_layers_run_again_in_backward_and_hooks_do_not():
+    model = tiny_model("llama")
+    units = find_units(model)
+    use_attention(model, "auto")
+    attention_calls, hook_calls = [0, 0], [0, 0]
+    for number, layer in enumerate(units.layers):
+        layer.register_forward_pre_hook(lambda *_, n=number: hook_calls.__setitem__(n, hook_calls[n] + 1))
+        layer.self_attn.register_forward_pre_hook(
+            lambda *_, n=number: attention_calls.__setitem__(n, attention_calls[n] + 1)
+        )
+    gradients(model, 1)
+    assert attention_calls == [2, 1]
+    assert hook_calls == [1, 1]
+
+
+def test_nothing_is_recomputed_without_gradients():
+    model = tiny_model("llama")
+    units = find_units(model)
+    set_recompute(units.layers, "full")
+    calls = []
+    units.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+    assert calls == [1]
+
+
+def test_none_restores_the_layer():
+    layers = find_units(tiny_model("llama")).layers
+    before = layers[0].forward
+    set_recompute(layers, "full")
+    assert layers[0].forward != before
+    set_recompute(layers, "none")
+    assert layers[0].forward == before
+
+
+def test_more_layers_than_there_are_is_an_error():
+    with pytest.raises(RecipeError, match="recompute = 3: the model has 2 layers"):
+        set_recompute(find_units(tiny_model("llama")).layers, 3)
