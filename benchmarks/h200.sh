@@ -6,6 +6,7 @@ cd "$(dirname "$0")/.."
 : "${OUT:=out}"
 mkdir -p "$OUT"
 export PYTHONPATH=src PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True HF_HUB_OFFLINE=1
+[ -d .gpu-wheels ] && pip install -q --no-index --no-deps --find-links .gpu-wheels .gpu-wheels/*.whl > "$OUT/pip.log" 2>&1
 suffix=$(python3 -c 'import importlib.machinery as m; print(m.EXTENSION_SUFFIXES[0])')
 gcc -O3 -ffp-contract=off -fno-math-errno -shared -fPIC -o "src/penstock/offload/_host_kernel$suffix" \
   src/penstock/offload/host_kernel.c -lm || exit 1

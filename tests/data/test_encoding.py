@@ -12,7 +12,7 @@ from penstock.data import encoding
 from penstock.data.encoding import write_examples
 from penstock.data.files import Row
 from penstock.data.source import Source, open_source
-from penstock.data.store import open_store
+from penstock.data.store import notes, open_store
 from penstock.errors import DataError, ModelError
 from penstock.recipe import Recipe
 
@@ -84,6 +84,13 @@ def test_tokens_are_those_of_the_whole_text(write, chatml):
     assert store.example(0)[0].tolist() == chatml(text, add_special_tokens=False)["input_ids"]
 
 
+def test_a_first_token_that_the_tokenizer_adds_is_there_once(write, make_tokenizer):
+    tokenizer = make_tokenizer(None, adds_bos=True, bos_token="<s>", eos_token="</s>")
+    store = store_of(write([{"prompt": "q", "completion": "a"}]), tokenizer)
+    assert store.example(0)[0].tolist().count(tokenizer.bos_token_id) == 1
+    assert store.example(0)[0][0] == tokenizer.bos_token_id
+
+
 def test_train_on_prompt_trains_all_but_the_first_token(write, chatml):
     store = store_of(write([{"prompt": "q", "completion": "a"}]), chatml, train_on_prompt=True)
     mask = store.example(0)[1]
@@ -147,6 +154,14 @@ def test_counts(write, plain):
     assert counts.max_token_id == int(store.ids.max())
     assert counts.longest > 200
     assert store.lengths.max() == 64
+
+
+def test_only_the_first_places_are_kept(write, plain):
+    path = write([{"text": "a"}, *([{"text": ""}] * 9)])
+    store = store_of(path, plain)
+    assert store.counts.dropped["empty text"].count == 9
+    assert store.counts.dropped["empty text"].places == tuple((0, line) for line in range(2, 7))
+    assert notes(store) == [f"9 dropped, empty text: {', '.join(f'{path}:{n}' for n in range(2, 7))}, ..."]
 
 
 def test_an_example_of_just_max_length_is_whole(write, plain):

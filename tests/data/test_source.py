@@ -40,6 +40,13 @@ def test_directory_is_read_in_the_order_of_names(write, tmp_path):
     assert [os.path.basename(f) for f in opened.files] == ["a.json", "b.jsonl", "c.CSV"]
 
 
+def test_the_order_of_names_is_not_the_order_of_the_disk(write, tmp_path):
+    for letter in "hbjdafcige":
+        write([{"text": letter}], f"set/{letter}.jsonl")
+    rows = open_source(str(tmp_path / "set"), "train", quiet).read()
+    assert "".join(r.fields["text"] for r in rows) == "abcdefghij"
+
+
 def test_demo_is_embedded():
     rows = list(open_source("demo", "train", quiet).read())
     assert len(rows) > 100

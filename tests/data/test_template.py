@@ -68,6 +68,13 @@ def test_a_response_that_also_occurs_in_the_markup(make_tokenizer, kind, content
         assert span.count(end) == 1
 
 
+def test_a_trimmed_response_that_also_occurs_in_the_markup(make_tokenizer):
+    tokenizer = make_tokenizer("harmony")
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.content", "m.content | trim")
+    example = render(tokenizer, messages("q", " final\n"))
+    assert trained(example) == ["<|channel|>final<|message|>final<|return|>"]
+
+
 def test_a_template_without_end_token_gets_one(make_tokenizer):
     tokenizer = make_tokenizer("no-end")
     example = render(tokenizer, messages("q1", "a1", "q2", "a2"))
@@ -82,6 +89,15 @@ def test_a_template_that_looks_into_contents_is_searched(make_tokenizer):
     )
     assert trained(render(tokenizer, messages("/no_think q", "a1", "q", "a2"))) == ["a1<|im_end|>", "a2<|im_end|>"]
     assert trained(render(tokenizer, messages("q", "a1"))) == ["a1<|im_end|>"]
+
+
+def test_a_template_that_asks_something_of_the_contents(make_tokenizer):
+    tokenizer = make_tokenizer("chatml")
+    check = "{% for m in messages if '!' not in m.content %}{{ raise_exception('louder') }}{% endfor %}"
+    tokenizer.chat_template = check + tokenizer.chat_template
+    assert trained(render(tokenizer, messages("q!", "a!"))) == ["a!<|im_end|>"]
+    with pytest.raises(DataError, match="louder"):
+        render(tokenizer, messages("q!", "a"))
 
 
 def test_a_template_that_changes_the_response_is_refused(make_tokenizer):

@@ -3,7 +3,7 @@
 The whole state of the loader is a position: the epoch and how many of its rows have been used. The order of rows is a
 function of (seed, epoch), so any step is found at once; resuming a run costs nothing. Rejected: an iterator with hidden
 state, which resumes by reading everything up to where it was, and worker processes, whose prefetched batches are in
-nobody's checkpoint. A step's rows are slices of memory maps; building them takes about a millisecond.
+nobody's checkpoint. A step's rows are slices of memory maps; building 16,000 tokens takes about a millisecond.
 """
 
 from __future__ import annotations
@@ -139,36 +139,33 @@ class Loader:
         return self._order[1]
 
     def _micro_batch(self, rows: Ints) -> MicroBatch:
-        contents = [[self.store.example(i) for i in self.packing.row(r)] for r in rows] or [[]]
-        length = max(1, max(sum(len(ids) for ids, _ in examples) for examples in contents))
-        input_ids = np.full((len(contents), length), self._pad_id, dtype=np.int64)
-        position_ids = np.empty((len(contents), length), dtype=np.int64)
-        boundaries, target_index, targets = [0], [], []
-        num_tokens = 0
-        for r, examples in enumerate(contents):
-            at = 0
-            for ids, mask in examples:
-                end = at + len(ids)
-                input_ids[r, at:end] = ids
-                position_ids[r, at:end] = np.arange(len(ids))
-                trained = np.flatnonzero(mask[1:])  # places whose next token is trained on, within this example only
-                target_index.append(r * length + at + trained)
-                targets.append(ids[1:][trained].astype(np.int64))
-                boundaries.append(r * length + end)
-                at = end
-            num_tokens += at
-            if at < length:
-                position_ids[r, at:] = np.arange(length - at)
-                boundaries.append((r + 1) * length)
-        nothing = np.empty(0, dtype=np.int64)
+        store, num_rows = self.store, max(1, len(rows))
+        in_row = [self.packing.row(r) for r in rows]
+        examples = np.concatenate([*in_row, np.empty(0, dtype=np.int64)])
+        row = np.repeat(np.arange(len(rows)), [len(e) for e in in_row])
+        lengths = store.lengths[examples]
+        starts = np.cumsum(lengths) - lengths  # of the examples, if they lay one after another without padding
+        row_lengths = np.bincount(row, weights=lengths, minlength=num_rows).astype(np.int64)
+        length = max(1, int(row_lengths.max()))
+        starts_in_batch = starts + row * length - (np.cumsum(row_lengths) - row_lengths)[row]
+        place = np.arange(lengths.sum()) - np.repeat(starts, lengths)  # of every token in its example
+        target = np.repeat(starts_in_batch, lengths) + place
+        source = np.repeat(store.offsets[examples], lengths) + place
+        ids, trained = store.ids[source].astype(np.int64), store.mask[source] == 1
+        input_ids = np.full(num_rows * length, self._pad_id, dtype=np.int64)
+        input_ids[target] = ids
+        position_ids = (np.arange(length) - row_lengths[:, None]).flatten()
+        position_ids[target] = place
+        row_ends = np.arange(num_rows + 1) * length
         return MicroBatch(
-            input_ids=torch.from_numpy(input_ids),
-            position_ids=torch.from_numpy(position_ids),
-            boundaries=tuple(boundaries),
-            target_index=torch.from_numpy(np.concatenate([nothing, *target_index])),
-            targets=torch.from_numpy(np.concatenate([nothing, *targets])),
-            num_tokens=num_tokens,
-            num_trained=sum(map(len, targets)),
+            input_ids=torch.from_numpy(input_ids.reshape(num_rows, length)),
+            position_ids=torch.from_numpy(position_ids.reshape(num_rows, length)),
+            boundaries=tuple(np.union1d(row_ends, starts_in_batch + lengths).tolist()),
+            # The first token of an example is never trained on, so the place before a trained one is in its example.
+            target_index=torch.from_numpy(target[trained] - 1),
+            targets=torch.from_numpy(ids[trained]),
+            num_tokens=len(ids),
+            num_trained=int(trained.sum()),
         )
 
 

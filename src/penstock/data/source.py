@@ -36,7 +36,7 @@ class Source:
 
 
 def open_source(name: str, split: str, say: Callable[[str], None]) -> Source:
-    """The source that `name` stands for. `split` is used for a Hub data set only."""
+    """The source that `name` stands for. `demo` is always the embedded one; a directory of that name is `./demo`."""
     if name == "demo":
         return _open_files(name, [Path(str(importlib.resources.files("penstock") / "demo" / "examples.jsonl"))], say)
     path = Path(name).expanduser()

@@ -218,7 +218,10 @@ class ChatTemplate:
     def _layout(self, roles: tuple[str, ...]) -> _Layout | None:
         """The layout of these roles, or None if the template does not write each content once and in order."""
         marked = [Turn(role, f"\ue000{i}\ue001") for i, role in enumerate(roles)]
-        text = self._apply(marked, where="")
+        try:
+            text = self._apply(marked, where="")
+        except UserError:  # it asks something of the contents that a marker does not meet
+            return None
         pieces, leads, at = [], [], 0
         for i, turn in enumerate(marked):
             start = text.find(turn.content, at)

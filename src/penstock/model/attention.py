@@ -18,6 +18,7 @@ What this module cannot keep apart is refused: layers with a state or a convolut
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,10 @@ _MASKED_ONLY = ("stablelm", "gptj")
 
 _FLASH_HEAD_DIM = 256
 """The largest head that the flash kernels take."""
+
+
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""Fewer key than query heads must be allowed by name since torch 2.13; before, the kernel simply took them."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +275,7 @@ def _flash(
         segments.max_length,
         scale=scale,
         window_size=(left, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **_GROUPED,
     )
     assert isinstance(out, Tensor)
     return out

@@ -75,7 +75,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 source.directory, trust_remote_code=recipe.trust_remote_code, **source.gguf
             )
-    except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:  # the tokenizers library raises no class of its own
         raise ModelError(f"the tokenizer cannot be loaded: {error}", where=str(source.directory)) from error
     return tokenizer
 

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 
-_PIECE_BYTES = 32 * 2**20
+_PIECE_BYTES = 8 * 2**20
+"""Read at once by each of transformers' four loading threads."""
 _HEADER_LIMIT = 100 * 2**20  # safetensors' own
 
 _DTYPES = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -82,7 +82,8 @@ def _fetch(name: str, revision: str | None, *, weights: bool) -> Path:
     try:
         info = HfApi().model_info(name, revision=revision, timeout=_TIMEOUT_S)
         files = _wanted([s.rfilename for s in info.siblings or ()], weights=weights)
-        return Path(snapshot_download(name, revision=info.sha, allow_patterns=files, etag_timeout=_TIMEOUT_S))
+        # By the revision's own name, not its commit: the cache finds it again under the name it was fetched by.
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files, etag_timeout=_TIMEOUT_S))
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise _refused(name, revision, error) from None
     except HfHubHTTPError as error:
@@ -105,15 +106,16 @@ def _wanted(files: Sequence[str], *, weights: bool) -> list[str]:
 
 def _cached(name: str, revision: str | None, reason: str) -> Path:
     """What an earlier run has fetched, or an error that names what works without the Hub."""
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except LocalEntryNotFoundError:
-        raise ModelError(
-            f"the Hub cannot be reached ({reason}), and there is no copy in its cache, {constants.HF_HUB_CACHE}",
-            where=name,
-            remedy="Without the Hub: --model PATH to a directory or .gguf file, HF_HOME set to a cache that has the model, "
-            "or --model demo. For shapes without weights: --init random.",
-        ) from None
+    for file in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+        path = try_to_load_from_cache(name, file, revision=revision)
+        if isinstance(path, str):
+            return Path(path).parent
+    raise ModelError(
+        f"the Hub cannot be reached ({reason}), and there is no copy in its cache, {constants.HF_HUB_CACHE}",
+        where=name,
+        remedy="Without the Hub: --model PATH to a directory or .gguf file, HF_HOME set to a cache that has the model, or "
+        "--model demo. For shapes without weights: --init random.",
+    )
 
 
 def _refused(name: str, revision: str | None, error: HfHubHTTPError) -> ModelError:

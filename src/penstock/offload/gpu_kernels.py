@@ -6,8 +6,6 @@ from the CPU's after a step.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,11 +16,11 @@ from penstock.offload.kernels import SPAN_LANES, SPAN_ROWS
 BLOCK = 1024
 
 
+# Parameters of kernels have no types: Triton would look an annotation up as a global of the kernel.
 @triton.jit
-def _adamw(
-    weight: Any, gradient: Any, remainder: Any, first: Any, second: Any, scalars: Any, n: Any,
-    BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-) -> None:  # fmt: skip
+def _adamw(  # type: ignore[no-untyped-def]
+    weight, gradient, remainder, first, second, scalars, n, BLOCK: tl.constexpr, SPLIT: tl.constexpr
+):
     # Columns of `scalars` as in kernels.py: SCALE, BETA1, BETA1_REST, BETA2, BETA2_REST, ROOT, EPS, DECAY, STEP, GO.
     if tl.load(scalars + 9) != 0.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -52,7 +50,7 @@ def _adamw(
 
 
 @triton.jit
-def _span_sums(values: Any, sums: Any, n: Any, ROWS: tl.constexpr, LANES: tl.constexpr, LEVELS: tl.constexpr) -> None:
+def _span_sums(values, sums, n, ROWS: tl.constexpr, LANES: tl.constexpr, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
     start = tl.program_id(0).to(tl.int64) * (ROWS * LANES)
     lanes = tl.zeros([LANES], dtype=tl.float64)
     for row in range(ROWS):

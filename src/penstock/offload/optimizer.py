@@ -112,7 +112,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._final: dict[int, Tensor] = {}  # final gradients on the device, by parameter
         self._sent: set[int] = set()  # parameters whose gradients have all gone down
         self._coefficients: Tensor | None = None
-        self._keep: list[object] = []  # tensors that lanes still read
+        self._keep: list[Tensor] = []  # coefficients that lanes still read
         self.report: StepReport | None = None
         self._attach(model)
 
@@ -307,7 +307,6 @@ class OffloadAdamW(torch.optim.Optimizer):
                 unit.updates.append(self._home_of[chunk].update(chunk, chunk.of(weight), part, row))
             if flat is not None:
                 self._update_lane.uses(flat)  # zero_grad frees it on the host while the lane still reads it
-                self._keep.append(flat)
             if self.schedule == "in-backward":
                 self._parameters[index].grad = None
 
