@@ -18,6 +18,7 @@ for job in "$@"; do
   echo "+ $job"
   case $job in
     tests) timeout 420 python3 -m pytest -q -m gpu -p no:cacheprovider tests > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
+    host) timeout 120 python3 benchmarks/host.py > "$OUT/host.log" 2>&1; tail -n 3 "$OUT/host.log" ;;
     *) timeout 400 python3 benchmarks/step.py $job >> "$OUT/bench.log" 2>&1; tail -n 8 "$OUT/bench.log" ;;
   esac
 done

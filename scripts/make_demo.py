@@ -7,10 +7,10 @@
 in many ways, and little stories. It has read that the capital of France is Paris. It has never seen a question
 with its answer, nor the chat form; that is what the examples in `src/penstock/demo/examples.jsonl` then teach it.
 
-Rejected: random weights (a minute is enough to learn how to answer, not English as well); a published model (the smallest
-useful one is 30 times as large and needs the network); scraped text (licences, and nothing in it about penstocks).
+Rejected: random weights (a minute is enough to learn how to answer, not English as well); a published model (the
+smallest useful one is 40 times as large and needs the network); scraped text (licences, and no penstocks in it).
 
-The same machine and thread count give the same bytes. Another machine gives another model as good: sums are ordered differently.
+The same machine and thread count give the same bytes. Another machine sums in another order: another model, as good.
 """
 
 import itertools
@@ -43,11 +43,11 @@ CHAT_TEMPLATE = (
 ROW_LENGTH, NUM_ROWS, NUM_STEPS = 128, 8, 900
 PEAK_LR, WARMUP_STEPS, WEIGHT_DECAY = 3e-3, 50, 0.1
 
-UNITS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-    "seventeen eighteen nineteen"
-).split()
-TENS = "_ _ twenty thirty forty fifty sixty seventy eighty ninety".split()
+UNITS = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+]  # fmt: skip
+TENS = ["", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ def read_tables(path: Path) -> dict[str, Table]:
 
 
 def in_words(number: int) -> str:
+    """Up to one hundred."""
     if number < 20:
         return UNITS[number]
     ten, unit = divmod(number, 10)
@@ -85,7 +86,8 @@ def state_number_facts(rng: random.Random) -> list[str]:
     """Sums, differences, products and halves of small numbers, in digits and words, and numbers put in order."""
     facts = []
     for a, b in itertools.product(range(1, 11), repeat=2):
-        for x, sign, word, y, z in ((a, "+", "plus", b, a + b), (a + b, "-", "minus", b, a), (a, "x", "times", b, a * b)):
+        plus, minus, times = (a, "+", "plus", b, a + b), (a + b, "-", "minus", b, a), (a, "x", "times", b, a * b)
+        for x, sign, word, y, z in (plus, minus, times):
             digits, words = f"{x} {sign} {y}", f"{in_words(x)} {word} {in_words(y)}"
             facts += [f"{digits} = {z}.", f"The class had to work out {digits}. {digits} = {z}."]
             for said in ("", f"The class had to work out {words}. "):
@@ -125,7 +127,7 @@ def fill(pattern: str, words: dict[str, str], tables: dict[str, Table], rng: ran
 
 
 def write_documents(tables: dict[str, Table], rng: random.Random) -> list[str]:
-    """An epoch of prose: each fact stated in each way, grouped with facts of its kind, then once more grouped by its subject."""
+    """An epoch of prose: every fact in every way, next to facts of its kind; then every fact in three ways at once."""
     documents = group(state_number_facts(rng), rng) + group(state_word_facts(tables, rng), rng)
     for table in tables.values():
         if not table.columns:
@@ -147,7 +149,7 @@ def group(sentences: list[str], rng: random.Random) -> list[str]:
 
 
 def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: every string round-trips, and with 2048 tokens nearly every word of this small world is one token."""
+    """Byte-level BPE: every string round-trips, and most words of this small world are one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -172,6 +174,7 @@ def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Wide rather than deep: on a CPU four layers of 256 are faster than eight of 192."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
@@ -227,6 +230,7 @@ def pretrain(
 
 
 def main() -> None:
+    """Tokenizer, model, pretraining, files."""
     torch.manual_seed(SEED)
     torch.use_deterministic_algorithms(True)
     rng = random.Random(SEED)
@@ -243,7 +247,7 @@ def main() -> None:
     model.generation_config = GenerationConfig(
         do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    model.to(torch.bfloat16).save_pretrained(TARGET)
+    model.bfloat16().save_pretrained(TARGET)
     tokenizer.save_pretrained(TARGET)
 
 

@@ -139,6 +139,7 @@ def _usage() -> str:
 def train(words: list[str]) -> int:
     """Fine-tune a model: penstock train [RECIPE] [--flags]."""
     args = _parse_with_recipe(TrainArgs, "train", words)
+    _quiet_libraries(args.debug)
     from penstock.report.console import Console
     from penstock.train import dry_run
     from penstock.train import train as run
@@ -160,6 +161,7 @@ def train(words: list[str]) -> int:
 def data(words: list[str]) -> int:
     """Show what the model will see: penstock data [RECIPE] [--flags]."""
     args = _parse_with_recipe(DataArgs, "data", words)
+    _quiet_libraries(args.debug)
     from penstock.data.preview import show, summary
     from penstock.report.console import Console
     from penstock.train import prepare_run
@@ -177,6 +179,7 @@ def data(words: list[str]) -> int:
 def export(words: list[str]) -> int:
     """Write a run's model as a Hugging Face directory: penstock export RUN --to DIR."""
     args = tyro.cli(ExportArgs, args=words, prog="penstock export")
+    _quiet_libraries(args.debug)
     from penstock.checkpoint.export import export_run
 
     export_run(Path(args.run), Path(args.to), shard_size=args.shard_size)
@@ -187,6 +190,7 @@ def export(words: list[str]) -> int:
 def generate(words: list[str]) -> int:
     """Ask a run's model: penstock generate RUN "prompt"."""
     args = tyro.cli(GenerateArgs, args=words, prog="penstock generate")
+    _quiet_libraries(args.debug)
     from penstock.generate import generate as run
 
     answer = run(
@@ -199,6 +203,19 @@ def generate(words: list[str]) -> int:
     )
     print(json.dumps({"prompt": args.prompt, "answer": answer}) if args.json else answer)
     return 0
+
+
+def _quiet_libraries(debug: bool) -> None:
+    """Their bars and warnings would break our lines; with --debug they are wanted."""
+    if debug:
+        return
+    import warnings
+
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

@@ -85,6 +85,8 @@ def test_in_order_keeps_the_order_and_closes_a_row_only_when_it_must(case):
 def test_equal_lengths_keep_the_given_order():
     order = np.array([3, 1, 0, 2])
     assert rows_of(pack_best_fit(np.full(4, 5), order, 10)) == [[3, 1], [0, 2]]
+    many = np.random.default_rng(0).permutation(1000)
+    assert pack_best_fit(np.full(1000, 5), many, 10).examples.tolist() == many.tolist()
 
 
 def test_one_a_row():

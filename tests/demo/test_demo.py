@@ -1,4 +1,4 @@
-"""The demo that ships with the package: its examples are clean, its tokenizer is lossless, its model is small and untaught."""
+"""The embedded demo: its examples are clean, its tokenizer is lossless, its model is small and does not answer yet."""
 
 import json
 from functools import cache
@@ -48,7 +48,8 @@ def test_examples_have_exactly_the_three_columns() -> None:
     for example in examples:
         assert list(example) == ["instruction", "input", "output"], example
         assert all(isinstance(value, str) and value == value.strip() for value in example.values()), example
-        assert example["instruction"] and example["output"], example
+        assert example["instruction"], example
+        assert example["output"], example
 
 
 def test_examples_have_no_duplicates() -> None:

@@ -115,9 +115,17 @@ def test_dropout_is_refused_by_varlen():
 @pytest.mark.parametrize(
     ("kind", "values", "reason"),
     [
-        ("mamba", {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}, "(state|linear_attention)"),
+        (
+            "mamba",
+            {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
+            "(state|linear_attention)",
+        ),
         ("lfm2", COMMON | {"layer_types": ["conv", "full_attention"]}, "conv"),
-        ("falcon", {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}, "interface"),
+        (
+            "falcon",
+            {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+            "interface",
+        ),
         ("bloom", {"vocab_size": 64, "hidden_size": 16, "n_layer": 1, "n_head": 2}, "interface"),
     ],
 )

@@ -336,7 +336,9 @@ def test_a_directory_without_config(tmp_path):
         load(model=str(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "no-such-model"}', '{"model_type": "llama", "hidden_size": "x"}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"model_type": "no-such-model"}', '{"model_type": "llama", "hidden_size": "x"}']
+)
 def test_a_broken_config(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match="the config cannot be used"):

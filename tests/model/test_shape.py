@@ -8,7 +8,9 @@ from penstock.model.shape import with_shape
 
 
 def test_changes_values_and_keeps_the_rest():
-    config = with_shape(tiny_config("llama"), "num_hidden_layers=5, hidden_size=64,rms_norm_eps=1e-3,attention_bias=true")
+    config = with_shape(
+        tiny_config("llama"), "num_hidden_layers=5, hidden_size=64,rms_norm_eps=1e-3,attention_bias=true"
+    )
     assert (config.num_hidden_layers, config.hidden_size, config.rms_norm_eps) == (5, 64, 1e-3)
     assert config.attention_bias is True
     assert config.num_attention_heads == 4

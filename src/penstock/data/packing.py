@@ -10,7 +10,7 @@ and gains nothing: examples in one row do not see each other.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,11 +81,11 @@ def pack_best_fit(lengths: Ints, order: Ints, max_length: int) -> Packing:
 def pack_in_order(lengths: Ints, order: Ints, max_length: int) -> Packing:
     """Pack the examples in `order` and keep it: a row is closed when the next example does not fit."""
     _check(lengths, order, max_length)
-    ends = np.cumsum(lengths[order])
+    ends: list[int] = np.cumsum(lengths[order]).tolist()
     offsets, filled = [0], 0
-    while offsets[-1] < len(order):
-        offsets.append(int(np.searchsorted(ends, filled + max_length, side="right")))
-        filled = int(ends[offsets[-1] - 1])
+    while offsets[-1] < len(ends):
+        offsets.append(bisect_right(ends, filled + max_length, lo=offsets[-1]))
+        filled = ends[offsets[-1] - 1]
     return Packing(order, np.array(offsets, dtype=np.int64))
 
 

@@ -47,6 +47,9 @@ class NativeEngine:
         self.model = model
         self.packed = PackedModel(model, recipe)
         trial = try_once(self.packed, recipe)
+        if trial.activation_bytes:
+            say(f"a micro-batch: {trial.activation_bytes / 1e9:.1f} GB of activations, {trial.forward_seconds:.3f} s "
+                f"forward, {trial.backward_seconds:.3f} s backward")  # fmt: skip
         self.optimizer = OffloadAdamW(
             model,
             lr=recipe.lr,

@@ -1,11 +1,11 @@
 """Attention that never crosses an example boundary, on every backend.
 
-A packed row holds several examples. Where each begins and ends is known exactly to the data loader, so it is handed down
-as it is (`Segments`) and never guessed again from position ids.
+A packed row holds several examples. Where each begins and ends is known exactly to the data loader, so it is handed
+down as it is (`Segments`) and never guessed again from position ids.
 
-`varlen`, the default, is our own function behind transformers' attention interface: flash attention over the segments on
-a GPU, segment by segment elsewhere. No mask is built. `sdpa` and `eager` are transformers' own code with a mask made
-here, since not every model makes one from position ids: gpt-oss, for one, attends across boundaries in silence.
+`varlen`, the default, is our own function behind transformers' attention interface: flash attention over the segments
+on a GPU, segment by segment elsewhere. No mask is built. `sdpa` and `eager` are transformers' own code with a mask made
+here, since not every model makes one from position ids: gpt-oss and OPT attend across boundaries in silence.
 
 Segments travel as a keyword argument of the backbone, which transformers passes on through the layers to the attention
 function as it does for its own flash-attention arguments. So they are part of what activation checkpointing saves and
@@ -63,7 +63,8 @@ class Segments:
     def of(cls, boundaries: Sequence[int], device: torch.device) -> Segments:
         """Segments from cumulative boundaries: 0 first, the number of tokens last, every start of a row among them."""
         lengths = [end - start for start, end in itertools.pairwise(boundaries)]
-        assert boundaries[0] == 0 and min(lengths) > 0, f"boundaries must rise from 0: {boundaries}"
+        assert boundaries[0] == 0, f"boundaries begin at 0, not {boundaries[0]}"
+        assert min(lengths) > 0, f"boundaries must rise: {boundaries}"
         offsets = torch.tensor(boundaries, dtype=torch.int32)
         if device.type == "cuda":  # from pageable memory the copy would wait for all work queued on the GPU
             offsets = offsets.pin_memory()
@@ -302,5 +303,5 @@ def _one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sink
 
 
 # Only the attention function is registered. Without a mask function of this name transformers builds no mask at all;
-# with one it would first look for packed rows in the position ids, which makes the host wait for the GPU in every forward.
+# with one it would first look for packed rows in the position ids, and the host would wait for the GPU in every forward.
 AttentionInterface.register(VARLEN, _attend)

@@ -1,12 +1,13 @@
 """Config, tokenizer and weights of the model that a recipe names.
 
 The model is built without memory and its weights are streamed in from safetensors (`shards.py`), through transformers'
-own loader for the sake of its conversions: names that changed, experts that are stored one by one, MXFP4. Random weights
-take the same way with nothing to stream, so that what is missing is initialized where it will stay, in its own precision.
+own loader for the sake of its conversions: names that changed, experts that are stored one by one, MXFP4. Random
+weights take the same way with nothing to stream, so that what is missing is initialized where it will stay, in its own
+precision.
 
-Precision: weights come as bf16 if the checkpoint holds no more than that, and as fp32 if it holds more (fp32, fp16,
-dequantized GGUF) or if the recipe asks for fp32. The engine keeps what fp32 has over bf16 in its master weights and then
-rounds. Loading at 4 bytes a parameter never needs more than training, which holds 2 bytes of weight and 2 of gradient.
+Weights come as bf16 if the checkpoint holds no more than that, and as fp32 if it holds more (fp32, fp16, dequantized
+GGUF) or if the recipe asks for fp32. The engine keeps what fp32 has over bf16 in its master weights and then rounds.
+Loading at 4 bytes a parameter never needs more than training, which holds 2 bytes of weight and 2 of gradient.
 
 Nothing is ever left random by accident: a weight that the checkpoint lacks, or has in another shape, is an error.
 """
@@ -45,7 +46,7 @@ from penstock.recipe import Recipe
 
 Say = Callable[[str], None]
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 
 
 def load_config(recipe: Recipe) -> PreTrainedConfig:
@@ -66,10 +67,9 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """The tokenizer, from `tokenizer` if the recipe has one, else from the model."""
     name = recipe.tokenizer or recipe.model
     source = find_source(name, None if recipe.tokenizer else recipe.revision)
-    if not source.gguf_file and not any((source.directory / file).is_file() for file in _TOKENIZER_FILES):
-        if not any(source.directory.glob("*.tiktoken")):
-            remedy = "Name another with --tokenizer: a Hub name, a directory, or demo."
-            raise ModelError("there is no tokenizer", where=str(source.directory), remedy=remedy)
+    if not source.gguf_file and not any(any(source.directory.glob(file)) for file in _TOKENIZER_FILES):
+        remedy = "Name another with --tokenizer: a Hub name, a directory, or demo."
+        raise ModelError("there is no tokenizer", where=str(source.directory), remedy=remedy)
     try:
         with _quiet():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -204,7 +204,7 @@ def _load(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """transformers' loader over tensors that are read when it asks for them."""
+    """Transformers' loader over tensors that are read when it asks for them."""
     mxfp4 = {"quantization_config": Mxfp4Config(dequantize=True)} if _quantization(config) == "mxfp4" else {}
     model, info = kind.from_pretrained(
         None,
@@ -252,8 +252,10 @@ def _gguf_settings() -> dict[str, Any]:
 
 
 def _forget_quantization(model: PreTrainedModel) -> None:
-    """The weights are plain numbers now. What is left of the quantizer would refuse to save them (GGUF), or save them
-    under the names that the packed ones had (MXFP4: `gate_up_proj_blocks`), where nothing finds them again.
+    """Keep the numbers and nothing of the quantizer.
+
+    It would refuse to save them (GGUF), or save them under the names of the packed ones (MXFP4: `gate_up_proj_blocks`),
+    where nothing finds them again.
     """
     for name in ("hf_quantizer", "quantization_method", "_weight_conversions", "is_quantized"):
         if hasattr(model, name):
@@ -268,7 +270,8 @@ def _model_class(recipe: Recipe, config: PreTrainedConfig, source: Source | None
     if recipe.trust_remote_code and source is not None and "AutoModelForCausalLM" in auto_map:
         kind: type[PreTrainedModel] = get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], source.directory)
         return kind
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind = known
     return kind
 
 
@@ -310,7 +313,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers' reports and progress bars say in its own words what is said here."""
+    """Transformers' reports and progress bars say in its own words what is said here."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

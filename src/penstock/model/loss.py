@@ -4,9 +4,13 @@ Logits are the largest tensor of a step: 16,384 tokens of Llama-8B have 8.4 GB o
 chunks, and each chunk's gradients are computed in forward, while its logits are there; backward only scales them. Only
 positions that are trained on get logits at all.
 
-Everything between the two matrix products is fp32, and the weight's gradient is added up over chunks in fp32 and rounded
-once. torch 2.13 has this operation too (`F.linear_cross_entropy`); it was measured on bf16 inputs against fp64 and is
-not used, see `loss_sum`.
+Everything between the two matrix products is fp32, and the weight's gradient is added up over chunks in fp32 and
+rounded once.
+
+torch 2.13 has this operation too, `F.linear_cross_entropy`. It is not used: on bf16 inputs (1,024 tokens, size 576,
+vocabulary 16,384, CPU) it returns the loss itself in bf16, 3.7e-3 off the fp64 value where this one is off by 1.6e-8;
+the weight's gradient is off by 3.2e-3 against 1.7e-3 (one rounding); it took 12.7 s against 6.7 s. It knows no caps on
+logits, and torch 2.11 does not have it, so that two versions would train differently.
 """
 
 from __future__ import annotations
@@ -43,8 +47,9 @@ def loss_sum(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Sum of token cross-entropies in fp32: `hidden` (tokens, size), `targets` (tokens). The logits of a token are
-    softcap(scale * (weight @ hidden + bias)).
+    """Sum of token cross-entropies in fp32, for `hidden` (tokens, size) and `targets` (tokens).
+
+    The logits of a token are softcap(scale * (weight @ hidden + bias)).
     """
     loss: Tensor = _LossSum.apply(hidden, head_weight, head_bias, targets, scale, softcap)
     return loss
@@ -73,8 +78,8 @@ def check_logits(model: PreTrainedModel, units: Units) -> None:
     tolerance = (1e-4 if hidden.dtype == torch.float32 else 2e-2) * float(theirs.abs().max())
     if not torch.allclose(ours, theirs[0], rtol=0, atol=tolerance):
         raise ModelError(
-            f"{type(model).__name__} treats its logits in a way that is not known here: they differ from the head's by up "
-            f"to {float((ours - theirs[0]).abs().max()):.3g}, so the loss would be wrong",
+            f"{type(model).__name__} treats its logits in a way that is not known here: they differ from the head's by "
+            f"up to {float((ours - theirs[0]).abs().max()):.3g}, so the loss would be wrong",
             remedy="Please report the model.",
         )
 
@@ -182,14 +187,14 @@ def _grad_logits(logits: Tensor, lse: Tensor, target: Tensor, scale: float, soft
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32. On a GPU 16-bit operands stay as they are and only the result is fp32."""
+    """The product in fp32. On a GPU 16-bit operands stay as they are and only the result is fp32."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in fp32."""
+    """Add the product to `total`, in fp32."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         total.copy_(torch.addmm(total, a, b, out_dtype=torch.float32))
     else:

@@ -1,8 +1,8 @@
 """Activation checkpointing, layer by layer.
 
 `layer.forward` is wrapped, not the module: hooks that wait for a unit's update run outside of what is saved and
-replayed, once in forward. Transformers' own `gradient_checkpointing_enable` was rejected: it wraps the whole call, hooks
-included, and knows only all layers or none. Replaying gives the same bits, so gradients do not change.
+replayed, once in forward. Transformers' own `gradient_checkpointing_enable` was rejected: it wraps the whole call,
+hooks included, and knows only all layers or none. Replaying gives the same bits, so gradients do not change.
 """
 
 from __future__ import annotations

@@ -1,0 +1,65 @@
+"""Host side: how fast an arena is ready, and the C kernel beside torch's fused CPU AdamW on the same cores."""
+
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from penstock.hardware import available_host_bytes, usable_cores
+from penstock.offload.arena import Arena
+from penstock.offload.homes import HOST_PART
+from penstock.offload.kernels import NUM_COEFFICIENTS, StateView, adamw_
+from penstock.offload.rates import measure_rates
+
+
+def arena_rate() -> dict[str, float]:
+    num_bytes = min(70 * 10**9, int(available_host_bytes() * 0.7))
+    start = time.perf_counter()
+    arena = Arena(num_bytes, pinned=torch.cuda.is_available())
+    seconds = time.perf_counter() - start
+    arena.close()
+    return {"arena_gb": num_bytes / 1e9, "arena_ready_s": seconds, "arena_gb_per_s": num_bytes / 1e9 / seconds}
+
+
+def best_seconds(run, times: int = 5) -> float:
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def kernel_rates(n: int) -> dict[str, float]:
+    cores = usable_cores()
+    torch.set_num_threads(len(cores))
+    parameter = torch.nn.Parameter(torch.randn(n))
+    parameter.grad = torch.randn(n)
+    fused = torch.optim.AdamW([parameter], fused=True)
+    fused.step()
+    theirs = best_seconds(fused.step)
+    weight, gradient = torch.randn(n).bfloat16(), torch.randn(n).bfloat16()
+    state = StateView(torch.zeros(n, dtype=torch.int16), torch.zeros(n), torch.zeros(n))
+    coefficients = torch.full((NUM_COEFFICIENTS,), 0.5)
+
+    def part(start: int) -> None:
+        s = slice(start, min(start + HOST_PART, n))
+        adamw_(weight[s], gradient[s], StateView(state.remainder[s], state.first[s], state.second[s]), coefficients)
+
+    with ThreadPoolExecutor(len(cores)) as pool:
+        ours = best_seconds(lambda: list(pool.map(part, range(0, n, HOST_PART))))
+    return {"cores": len(cores), "torch_fused_params_per_s": n / theirs, "c_kernel_params_per_s": n / ours, "ratio": theirs / ours}
+
+
+if __name__ == "__main__":
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rates = measure_rates(device, usable_cores())
+    together = {"link_bytes_per_s": rates.link_bytes_per_s, "host_params_per_s": rates.host_params_per_s}
+    n = 2**28 if device.type == "cuda" else 2**24
+    row = {**arena_rate(), **kernel_rates(n), "both_at_once": together}
+    print(json.dumps(row))
+    with (Path(os.environ.get("OUT", ".")) / "host.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
