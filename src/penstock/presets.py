@@ -1,8 +1,8 @@
 """Named recipes, and the architectures behind them in plain numbers.
 
-A preset is a recipe and nothing more. The architecture is kept beside it, so that `plan` and `bench` need neither network
-nor weights, and so that both can be read without importing torch. The numbers are those of each model's config.json;
-a test builds every one of them with Hugging Face's own code on the meta device and compares the parameter counts.
+A preset is a recipe and nothing more. The architecture is kept beside it, so that `plan` and `bench` need neither
+network nor weights, and so that both can be read without importing torch. The numbers are those of each model's
+config.json; a test builds every one of them with Hugging Face's own code on the meta device and compares the counts.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def test_segments_must_rise_and_rows_begin_segments():
 
 
 def plain_attention(q, k, v, boundaries, window, sinks):
-    """The definition: softmax over the allowed keys of the same segment, the sink in the sum. fp64, (tokens, heads, d)."""
+    """The definition: softmax over the allowed keys of the segment, the sink in the sum. fp64, (tokens, heads, d)."""
     q, k, v = q.double(), k.double(), v.double()
     groups = q.shape[1] // k.shape[1]
     out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=torch.float64, device=q.device)

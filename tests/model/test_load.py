@@ -168,7 +168,7 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 
 
 def quantize_mxfp4(weight):
-    """(experts, in, out) to blocks of 32 values along `in`, two a byte, low half first, and one power of two a block."""
+    """(experts, in, out) to blocks of 32 values along `in`, two a byte, low half first; one power of two a block."""
     blocks = weight.transpose(1, 2).reshape(weight.shape[0], weight.shape[2], -1, 32)
     exponent = torch.ceil(torch.log2(blocks.abs().amax(-1) / 6))
     index = (blocks / torch.exp2(exponent)[..., None] - FP4[:, None, None, None, None]).abs().argmin(0).to(torch.uint8)
@@ -389,6 +389,7 @@ def test_code_of_the_model_runs_only_when_asked_for_and_loudly(tmp_path, said, m
     assert type(model).__name__ == "TinyModel"
     assert_same(model, expected)
     assert any(line.startswith("WARNING: running Python code") for line in said)
+    assert type(load(model=str(directory), trust_remote_code=True, init="random")).__name__ == "TinyModel"
 
 
 def test_no_tokenizer(tmp_path):

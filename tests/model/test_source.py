@@ -5,6 +5,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from huggingface_hub import constants
@@ -29,7 +30,7 @@ REFUSALS = {  # owner -> status, the Hub's own error code
 
 
 class Hub(BaseHTTPRequestHandler):
-    fetched: list[str] = []
+    fetched: ClassVar[list[str]] = []
 
     def log_message(self, *_):
         pass

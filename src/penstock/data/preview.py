@@ -107,6 +107,7 @@ class Tokens:
         hidden = len(pieces) - _FIRST_SHOWN - _LAST_SHOWN
         if hidden > 0:  # the end is shown in any case: whether the end token is trained is what one wants to see
             pieces[_FIRST_SHOWN:-_LAST_SHOWN] = [(f"\n( ... {hidden:,} tokens ... )\n", pieces[_FIRST_SHOWN][1])]
+        pieces[-1] = (pieces[-1][0].rstrip("\n"), pieces[-1][1])
         self._pieces = pieces
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -156,8 +157,8 @@ def _packing(loader: Loader) -> RenderableType:
     rows = loader.packing.row_lengths(loader.store.lengths)
     each = np.diff(loader.packing.offsets)
     facts = Text(
-        f"{loader.num_examples:,} examples in {loader.num_rows:,} rows, {each.mean():.1f} a row (at most {each.max()}) "
-        f"and {loader.steps_per_epoch():,} steps an epoch\n"
+        f"{loader.num_examples:,} examples in {loader.num_rows:,} rows, {each.mean():.1f} a row "
+        f"(at most {each.max()}); steps an epoch: {loader.steps_per_epoch():,}\n"
         f"{loader.num_tokens:,} tokens, {loader.num_trained / loader.num_tokens:.1%} of them trained on; "
         f"the longest row has {rows.max():,}, the rows are {_fill(loader):.1%} full"
     )
@@ -171,10 +172,9 @@ def _picture(loader: Loader, row: int, longest: int) -> str:
     """A row as a bar: its examples in two shades in turn, and dots for what is left free."""
     ends = np.cumsum(loader.store.lengths[loader.packing.row(row)])
     marks = np.round(ends * _BAR_WIDTH / longest).astype(int).tolist()
-    bar, at = "", 0
-    for number, mark in enumerate(marks):
-        bar += "█▒"[number % 2] * (mark - at)
-        at = max(at, mark)
+    bar = ""
+    for drawn, mark in enumerate(dict.fromkeys(marks)):  # an example too short for a cell of its own is left out
+        bar = bar.ljust(mark, "█▒"[drawn % 2])
     return bar.ljust(_BAR_WIDTH, "·")
 
 

@@ -303,5 +303,5 @@ def _one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sink
 
 
 # Only the attention function is registered. Without a mask function of this name transformers builds no mask at all;
-# with one it would first look for packed rows in the position ids, and the host would wait for the GPU in every forward.
+# with one it would first look for packed rows in the position ids, and the host would wait for the GPU in each forward.
 AttentionInterface.register(VARLEN, _attend)

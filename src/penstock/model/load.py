@@ -29,13 +29,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    Mxfp4Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging
+from transformers.utils.quantization_config import Mxfp4Config
 
 from penstock.errors import ModelError, RecipeError
 from penstock.model.shape import with_shape
@@ -121,11 +121,11 @@ def _read_config(recipe: Recipe) -> PreTrainedConfig:
 def _refuse_other_models(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Only causal language models, and only weights that are numbers."""
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    custom = recipe.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    names = [known.__name__] if isinstance(known, type) else []
-    named = config.architectures or names
-    if not custom and (config.is_encoder_decoder or known is None or not set(named) & set(names)):
-        what = ", ".join(named) or config.model_type
+    name = known.__name__ if isinstance(known, type) else ""
+    named: list[str] = config.architectures or [name]
+    causal = any(n == name or n.endswith("ForCausalLM") for n in named)
+    if not _custom_class(recipe, config) and (config.is_encoder_decoder or not name or not causal):
+        what = ", ".join(filter(None, named)) or config.model_type
         remedy = "Use a decoder such as Llama, Qwen3 or Mistral."
         raise ModelError(f"is not a causal language model ({what})", where=recipe.model, remedy=remedy)
     method = _quantization(config)
@@ -163,7 +163,7 @@ def _random_model(recipe: Recipe, config: PreTrainedConfig, device: torch.device
     try:
         with torch.random.fork_rng(devices=generators):
             torch.manual_seed(recipe.seed)
-            model, _ = _load(_model_class(recipe, config, None), config, {}, dtype, device)
+            model, _ = _load(_model_class(recipe, config), config, {}, dtype, device)
     except (ValueError, TypeError, AssertionError, ZeroDivisionError) as error:
         if not recipe.shape:
             raise
@@ -181,7 +181,7 @@ def _streamed_model(
     wider = torch.float32 if dtype == torch.float32 else None
     lazy = {name: replace(t, device=device, dtype=wider, progress=progress) for name, t in stored.items()}
     try:
-        model, info = _load(_model_class(recipe, config, source), config, lazy, dtype, device)
+        model, info = _load(_model_class(recipe, config), config, lazy, dtype, device)
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -205,8 +205,7 @@ def _load(
     device: torch.device,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Transformers' loader over tensors that are read when it asks for them."""
-    mxfp4 = {"quantization_config": Mxfp4Config(dequantize=True)} if _quantization(config) == "mxfp4" else {}
-    model, info = kind.from_pretrained(
+    loaded: Any = kind.from_pretrained(
         None,
         config=config,
         state_dict=tensors,
@@ -214,8 +213,9 @@ def _load(
         device_map={"": device},
         ignore_mismatched_sizes=True,  # they are reported, and then refused here
         output_loading_info=True,
-        **mxfp4,
+        quantization_config=Mxfp4Config(dequantize=True) if _quantization(config) == "mxfp4" else None,
     )
+    model, info = loaded
     return model, info
 
 
@@ -225,7 +225,7 @@ def _gguf_model(
     """A GGUF file, dequantized. This one is not streamed: transformers unpacks it in host memory first."""
     say(f"  unpacking {source.gguf_file}; its weights keep the precision that they were quantized to")
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.directory,
             config=config,
             dtype=torch.float32,
@@ -237,6 +237,8 @@ def _gguf_model(
     except (RuntimeError, ValueError, OSError, ImportError) as error:
         where = str(source.directory / (source.gguf_file or ""))
         raise ModelError(f"the GGUF file cannot be loaded: {error}", where=where) from error
+    model, info = loaded
+    assert isinstance(model, PreTrainedModel)
     _refuse_gaps(source, info, say)
     _forget_quantization(model)
     return model
@@ -264,15 +266,20 @@ def _forget_quantization(model: PreTrainedModel) -> None:
         del model.config.quantization_config
 
 
-def _model_class(recipe: Recipe, config: PreTrainedConfig, source: Source | None) -> type[PreTrainedModel]:
+def _model_class(recipe: Recipe, config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class that AutoModelForCausalLM would choose."""
-    auto_map = getattr(config, "auto_map", None) or {}
-    if recipe.trust_remote_code and source is not None and "AutoModelForCausalLM" in auto_map:
-        kind: type[PreTrainedModel] = get_class_from_dynamic_module(auto_map["AutoModelForCausalLM"], source.directory)
-        return kind
-    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    kind = known
+    if custom := _custom_class(recipe, config):
+        found: Any = get_class_from_dynamic_module(custom, find_source(recipe.model, recipe.revision).directory)
+    else:
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind: type[PreTrainedModel] = found
     return kind
+
+
+def _custom_class(recipe: Recipe, config: PreTrainedConfig) -> str:
+    """The class in the model's own code, if it has one and may run it."""
+    auto_map = getattr(config, "auto_map", None) or {}
+    return str(auto_map.get("AutoModelForCausalLM", "")) if recipe.trust_remote_code else ""
 
 
 def _precision(recipe: Recipe, stored: dict[str, StoredTensor], say: Say) -> torch.dtype:

@@ -51,7 +51,7 @@ def loss_sum(
 
     The logits of a token are softcap(scale * (weight @ hidden + bias)).
     """
-    loss: Tensor = _LossSum.apply(hidden, head_weight, head_bias, targets, scale, softcap)
+    loss: Tensor = _LossSum.apply(hidden, head_weight, head_bias, targets, scale, softcap)  # type: ignore[no-untyped-call]
     return loss
 
 

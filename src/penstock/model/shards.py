@@ -1,11 +1,12 @@
 """Safetensors read straight to where they are needed.
 
 transformers maps every shard into memory, and pages that were touched stay counted until the end: measured on a 1.2 GB
-model in 190 MB shards, peak memory beyond the model was the whole checkpoint (1,260 MiB), and bf16 weights on a CPU were
-not copied at all but remained views of the file, which must then not change while training runs. Here a tensor is read
-with plain reads, in pieces, into its final place: 14 MiB beyond the model and the libraries' own 117 MiB, and nothing
-refers to the file afterwards. `StoredTensor` has the interface of safetensors' slices, so transformers' loader, with all
-its conversions of names and experts, takes it as it is.
+model in 190 MB shards, loaded as fp32, peak memory beyond the model was the whole checkpoint (1,260 MiB); and bf16
+weights on a CPU were not copied at all but remained views of the file, which must then not change while training runs.
+Here a tensor is read with plain reads, in pieces, into its final place (150 MiB beyond the model in the same
+measurement, of which 130 MiB is the allocator's rounding and stays), and nothing refers to the file afterwards.
+`StoredTensor` has the interface of safetensors' slices, so transformers' loader, with all its conversions of names and
+experts, takes it as it is.
 
 Headers are checked before anything is read: names stay inside the directory, and sizes agree with the file.
 """
@@ -115,7 +116,7 @@ class StoredTensor:
 
     def _fill(self, file: Any, piece: Tensor) -> None:
         """Read until the piece is full; one call may give less than was asked for."""
-        view = memoryview(piece.numpy())
+        view = piece.numpy().data
         while view:
             count = file.readinto(view)
             if not count:
@@ -171,9 +172,7 @@ def _read_index(index: Path) -> dict[Path, set[str]]:
     shards: dict[Path, set[str]] = {}
     for tensor, file in entries:
         if Path(file).name != file or file in ("", ".", ".."):
-            raise ModelError(
-                f"names a file outside its directory: {file!r}", where=str(index), remedy="Do not trust it."
-            )
+            raise ModelError(f"names a file outside its directory: {file!r}", where=str(index), remedy="Distrust it.")
         shards.setdefault(index.parent / file, set()).add(tensor)
     missing = [path.name for path in shards if not path.is_file()]
     if missing:

@@ -24,7 +24,8 @@ def flash_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, offsets: Tensor, max_length: int, scale: float, window_left: int
 ) -> Tensor:
     """Causal attention over segments, (tokens, heads, head size) in and out; `window_left` tokens back, -1 for all."""
-    out: Tensor = _FlashWithSinks.apply(q, k, v, sinks, offsets, max_length, scale, window_left)
+    settings = (offsets, max_length, scale, window_left)
+    out: Tensor = _FlashWithSinks.apply(q, k, v, sinks, *settings)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -50,6 +51,7 @@ class _FlashWithSinks(torch.autograd.Function):
         out = (out * gate.t().unsqueeze(-1)).to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, gate, offsets, rng, unused)
         ctx.settings = (max_length, scale, causal, window, sinks.dtype)
+        assert isinstance(out, Tensor)
         return out
 
     @staticmethod

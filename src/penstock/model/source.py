@@ -113,8 +113,8 @@ def _cached(name: str, revision: str | None, reason: str) -> Path:
     raise ModelError(
         f"the Hub cannot be reached ({reason}), and there is no copy in its cache, {constants.HF_HUB_CACHE}",
         where=name,
-        remedy="Without the Hub: --model PATH to a directory or .gguf file, HF_HOME set to a cache that has the model, or "
-        "--model demo. For shapes without weights: --init random.",
+        remedy="Without the Hub: --model PATH to a directory or .gguf file, HF_HOME set to a cache that has the model, "
+        "or --model demo. For shapes without weights: --init random.",
     )
 
 

@@ -1,8 +1,9 @@
 """What a model is made of: units in the order forward needs them.
 
 A unit's weights are needed together, so they are updated, moved and waited for together. Units are found from the
-structure of a Hugging Face decoder (an embedding, one list of layers, a final norm, a head), never from a table of model
-names. What is not understood is refused by name: a parameter that belongs to no unit would silently not be trained.
+structure of a Hugging Face decoder (an embedding, one list of layers, a final norm, a head), never from a table of
+model names. What is not understood is refused by name: a parameter that belongs to no unit would silently not be
+trained.
 """
 
 from __future__ import annotations
