@@ -1,3 +1,20 @@
 """Full-parameter fine-tuning of language models that do not fit their GPU."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.offload.optimizer import OffloadAdamW
+
 __version__ = "0.1.0"
+__all__ = ["OffloadAdamW", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """`penstock.OffloadAdamW`, imported when it is asked for: importing penstock alone must not import torch."""
+    if name == "OffloadAdamW":
+        from penstock.offload.optimizer import OffloadAdamW
+
+        return OffloadAdamW
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")
