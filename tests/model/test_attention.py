@@ -212,8 +212,9 @@ def test_gpu_kernels_equal_the_definition(head_dim, window, sink):
         (out.float() * torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)).sum().backward()
         grads = [x.grad for x in tensors.values()] + ([s.grad] if s is not None else [])
         results.append([out.detach(), *grads])
+    largest = max(expected.norm() for expected in results[1])  # with a window of one, queries have no gradient at all
     for got, expected in zip(*results, strict=True):
-        error = (got.float() - expected.float()).norm() / expected.float().norm()
+        error = (got.float() - expected).norm() / max(expected.norm(), 1e-2 * largest)
         assert error < 1e-2, f"relative error {error:.2e}"
 
 
@@ -231,4 +232,6 @@ def test_gpu_packed_equals_alone(name):
     inputs = {"input_ids": batch.input_ids.cuda(), "position_ids": batch.position_ids.cuda(), "segments": segments}
     got = model(**inputs, use_cache=False).logits.flatten(0, 1).float().cpu()
     assert model.config._attn_implementation == VARLEN
-    assert (got - exact).norm() < 1.5 * (stock - exact).norm() + 1e-3 * exact.norm()
+    # Token by token, in the middle: rounding sends a few tokens to another expert, a leak would reach most of them.
+    theirs, ours = ((x - exact).norm(dim=-1).median() / exact.norm(dim=-1).median() for x in (stock, got))
+    assert ours < 1.5 * theirs + 1e-3, f"{ours:.1e} against {theirs:.1e}"

@@ -38,7 +38,7 @@ def inputs(tokens, size=24, vocab=50, *, with_bias=False, dtype=torch.float32, d
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.3, None), (1.0, 5.0), (2.0, 4.0)])
 def test_equals_cross_entropy_with_gradients(monkeypatch, chunk, with_bias, scale, softcap):
-    monkeypatch.setattr(loss_module, "_CHUNK_BYTES", 4 * 50 * chunk)
+    monkeypatch.setattr(loss_module, "_rows_at_once", lambda _: chunk)
     leaves, targets = inputs(20, with_bias=with_bias)
     expected = plain(*leaves, targets, scale, softcap)
     (expected * 0.5).backward()
@@ -67,7 +67,7 @@ def relative_errors(dtype, device):
 
 def test_bf16_inputs_lose_only_the_last_rounding(monkeypatch):
     """fp32 between: the loss is exact to 1e-6, gradients to one rounding (2^-9 at most, 1.7e-3 on average)."""
-    monkeypatch.setattr(loss_module, "_CHUNK_BYTES", 4 * 1000 * 16)
+    monkeypatch.setattr(loss_module, "_rows_at_once", lambda _: 16)
     loss, hidden, weight = relative_errors(torch.bfloat16, "cpu")
     assert loss < 1e-6
     assert hidden < 2e-3
@@ -78,7 +78,7 @@ def test_bf16_inputs_lose_only_the_last_rounding(monkeypatch):
 @NEEDS_GPU
 def test_gpu_bf16_inputs_lose_little(monkeypatch):
     """There the gradient of the logits is rounded too, for the tensor cores; the sum over chunks is still fp32."""
-    monkeypatch.setattr(loss_module, "_CHUNK_BYTES", 4 * 1000 * 16)
+    monkeypatch.setattr(loss_module, "_rows_at_once", lambda _: 16)
     loss, hidden, weight = relative_errors(torch.bfloat16, "cuda")
     assert loss < 1e-5
     assert hidden < 4e-3
@@ -87,7 +87,7 @@ def test_gpu_bf16_inputs_lose_little(monkeypatch):
 
 def test_logits_are_never_all_in_memory(monkeypatch):
     """Nothing that autograd keeps, and no tensor made on the way, has tokens x vocabulary elements."""
-    monkeypatch.setattr(loss_module, "_CHUNK_BYTES", 4 * 50 * 8)
+    monkeypatch.setattr(loss_module, "_rows_at_once", lambda _: 8)
     leaves, targets = inputs(64)
     sizes = []
 
