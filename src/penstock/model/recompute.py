@@ -26,8 +26,18 @@ def set_recompute(layers: Sequence[nn.Module], choice: str | int) -> None:
             f"recompute = {count}: the model has {len(layers)} layers", remedy="Use full for all of them."
         )
     for number, layer in enumerate(layers):
-        forward = layer.forward.inner if isinstance(layer.forward, _Recomputed) else layer.forward
-        layer.forward = _Recomputed(forward) if number < count else forward
+        _keep(layer)
+        if number < count:
+            layer.forward = _Recomputed(layer.forward)
+
+
+def _keep(layer: nn.Module) -> None:
+    """Undo the wrapping, to the class's own forward or to whatever had replaced it (a compiled one)."""
+    wrapped = vars(layer).get("forward")
+    if isinstance(wrapped, _Recomputed):
+        del layer.forward
+        if layer.forward != wrapped.inner:
+            layer.forward = wrapped.inner
 
 
 class _Recomputed:
