@@ -51,7 +51,12 @@ def kernel_rates(n: int) -> dict[str, float]:
 
     with ThreadPoolExecutor(len(cores)) as pool:
         ours = best_seconds(lambda: list(pool.map(part, range(0, n, HOST_PART))))
-    return {"cores": len(cores), "torch_fused_params_per_s": n / theirs, "c_kernel_params_per_s": n / ours, "ratio": theirs / ours}
+    return {
+        "cores": len(cores),
+        "torch_fused_params_per_s": n / theirs,
+        "c_kernel_params_per_s": n / ours,
+        "ratio": theirs / ours,
+    }
 
 
 if __name__ == "__main__":

@@ -12,7 +12,10 @@ from penstock.recipe import with_values
 
 
 def main(preset: str, *settings: str) -> None:
-    values = {key: json.loads(value) if value[0] in "0123456789" else value for key, value in (s.split("=", 1) for s in settings)}
+    values = {
+        key: json.loads(value) if value[0] in "0123456789" else value
+        for key, value in (s.split("=", 1) for s in settings)
+    }
     recipe = with_values(PRESETS[preset], dict(values), "command line")
     rows = bench(recipe, steps=6, say=print)
     with (Path(os.environ.get("OUT", ".")) / "rows.jsonl").open("a") as file:

@@ -23,7 +23,7 @@ CHANGES = {
     "shape": {"shape": "num_hidden_layers=1"},
     "trust_remote_code": {"trust_remote_code": True},
     "device": None,
-    "dtype": {"dtype": "fp32"},
+    "dtype": {"dtype": "bf16"},
     "attention": {"attention": "eager"},
     "recompute": {"recompute": "full"},
     "data": {"data": "FILE"},
@@ -39,6 +39,7 @@ CHANGES = {
     "shuffle": {"shuffle": False},
     "validation": {"validation": 0.1},
     "eval_data": {"eval_data": "FILE"},
+    "eval_split": None,
     "batch_size": {"batch_size": 3},
     "micro_batch_size": {"micro_batch_size": 1},
     "epochs": {"epochs": 0.1},
@@ -68,6 +69,7 @@ ALSO = {  # settings that both runs share
 ELSEWHERE = {
     "revision": "tests/model/test_load.py",
     "data_split": "tests/data/test_source.py",
+    "eval_split": "tests/data/test_loader.py",
     "device": "tests/test_hardware.py",
     "skip_limit": "tests/test_train.py",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import RecipeError
 
@@ -19,6 +19,15 @@ def pick_device(choice: str) -> torch.device:
     if choice == "cuda" and not torch.cuda.is_available():
         raise RecipeError("device = 'cuda': torch sees no GPU", remedy="Use --device cpu, or install a CUDA torch.")
     return torch.device("cuda" if choice != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def pick_dtype(choice: str, device: torch.device) -> Literal["bf16", "fp32"]:
+    """The working precision: bf16, but fp32 on a CPU that would emulate bf16 products a hundred times slower."""
+    import torch
+
+    if choice == "auto":
+        return "bf16" if device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
+    return "fp32" if choice == "fp32" else "bf16"
 
 
 def describe(device: torch.device) -> str:

@@ -203,7 +203,7 @@ def _large(name: str, model: str, max_length: int = 4096) -> Recipe:
 
 
 _PRESETS = (
-    Recipe(name="demo", model="demo", data="demo", dtype="fp32", max_length=256, batch_size=8, epochs=3.0, lr=1e-3),
+    Recipe(name="demo", model="demo", data="demo", max_length=256, batch_size=8, epochs=3.0, lr=1e-3),
     Recipe(
         name="smollm2-135m",
         model="HuggingFaceTB/SmolLM2-135M-Instruct",

@@ -40,8 +40,8 @@ class Recipe:
     """Run Python code that comes with a Hub model. Off, since it can do anything."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where the model runs. `auto`: the GPU if there is one."""
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    """Working precision of weights and arithmetic. The master weights are fp32 either way."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Working precision of weights and arithmetic; masters are fp32 anyway. `auto`: fp32 on a CPU without bf16."""
     attention: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"] = "auto"
     """How attention is computed. All of them respect example boundaries; `auto` is varlen."""
     recompute: Literal["full", "none"] | int = "none"
@@ -73,6 +73,8 @@ class Recipe:
     """Share of the examples held out to measure the evaluation loss, from 0 to 0.5."""
     eval_data: str | None = None
     """A file or Hub data set to evaluate on, instead of a held-out share."""
+    eval_split: str = "test"
+    """Split of a Hub data set that is evaluated on."""
 
     batch_size: int = 4
     """Rows in a step."""

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from penstock.engine import Engine
 from penstock.engine.native import NativeEngine
 from penstock.errors import Diverged, DoesNotFit, Interrupted
 from penstock.generate import answer
-from penstock.hardware import describe, pick_device
+from penstock.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.recipe import Recipe, to_dict
 from penstock.report.console import Console
@@ -32,6 +32,7 @@ def train(recipe: Recipe, console: Console, *, overwrite: bool = False) -> Summa
     """Run the recipe and return what `penstock train` prints."""
     check_run_dir(recipe.run_dir, overwrite=overwrite)
     run = prepare_run(recipe, console)
+    recipe = run.recipe
     with console.phase(f"Loading {recipe.model}"), memory_advice(recipe):
         model = load_model(recipe, run.config, run.device, console.say)
         num_params = sum(p.numel() for p in model.parameters())
@@ -72,12 +73,14 @@ class Run:
 def prepare_run(recipe: Recipe, console: Console) -> Run:
     """Everything that can be wrong without loading a weight is found here."""
     device = pick_device(recipe.device)
+    recipe = replace(recipe, dtype=pick_dtype(recipe.dtype, device))
     make_repeatable(recipe)
     config, tokenizer = load_config(recipe), load_tokenizer(recipe)
     with console.phase(f"Reading {recipe.data}"):
         data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say)
     steps = math.ceil(recipe.epochs * data.train.steps_per_epoch())
     total_steps = min(steps, recipe.max_steps) if recipe.max_steps else steps
+    recipe = replace(recipe, data_format=data.data_format)  # so that `generate` asks as the rows did
     return Run(recipe, device, config, tokenizer, data, total_steps)
 
 

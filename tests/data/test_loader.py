@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.data import loader
 from penstock.data.loader import Position, prepare
 from penstock.errors import DataError
 
@@ -232,6 +233,20 @@ def test_evaluation_data_of_its_own(make, write, alpaca_rows):
     assert (data.train.num_examples, data.evaluation.num_examples) == (40, 10)
     assert data.evaluation.store.where(0) == f"{path}:1"
     assert make(n=40).evaluation is None
+
+
+def test_a_hub_set_is_trained_and_evaluated_on_its_splits(make, monkeypatch):
+    asked = []
+    local = loader.open_source
+
+    def open_source(name, split, say):
+        asked.append((name.rpartition("/")[2], split))
+        return local(name, split, say)
+
+    monkeypatch.setattr(loader, "open_source", open_source)
+    make(n=20, data_split="part", eval_data="demo", eval_split="held")
+    assert [split for _, split in asked] == ["part", "held"]
+    assert asked[1][0] == "demo"
 
 
 @pytest.mark.parametrize(("n", "share"), [(4, 0.1), (1, 0.5)])

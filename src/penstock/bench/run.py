@@ -1,7 +1,7 @@
 """`penstock bench`: random weights, real shapes, real kernels; our step against its own floor.
 
-The floor is forward and backward of the same micro-batches in the same process with nobody wanting the gradients. What a
-step takes beyond it is what the optimizer exposes. Absolute figures of different machines or days were rejected as a
+The floor is forward and backward of the same micro-batches in the same process with nobody wanting the gradients. What
+a step takes beyond it is what the optimizer exposes. Absolute figures of different machines or days were rejected as a
 measure: only ratios inside one run mean anything.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import platform
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +22,7 @@ import torch
 from penstock.data.loader import MicroBatch
 from penstock.engine.native import NativeEngine, PackedModel, drop_gradient, full_batch
 from penstock.errors import UserError
-from penstock.hardware import describe, pick_device
+from penstock.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model
 from penstock.recipe import Recipe
 
@@ -61,8 +61,8 @@ class Row:
 
 def bench(recipe: Recipe, *, steps: int, say: Say) -> list[Row]:
     """The floor, then our step clipped and not clipped."""
-    recipe = dataclasses.replace(recipe, init="random")
     device = pick_device(recipe.device)
+    recipe = dataclasses.replace(recipe, init="random", dtype=pick_dtype(recipe.dtype, device))
     config = load_config(recipe)
     say(f"building {recipe.model} with random weights on {describe(device)}")
     model = load_model(recipe, config, device, say)
@@ -89,9 +89,7 @@ class Case:
     matrix_tflops: float
     flops: float
 
-    def row(
-        self, system: str, *, step_s: float | None, floor_s: float | None, homes: str = "", error: str = ""
-    ) -> Row:
+    def row(self, system: str, *, step_s: float | None, floor_s: float | None, homes: str = "", error: str = "") -> Row:
         """A result, or what went wrong."""
         recipe, gpu = self.recipe, self.device.type == "cuda"
         schedule = "after-norm" if recipe.max_grad_norm else "in-backward"
@@ -119,7 +117,7 @@ class Case:
             gpu_bytes=torch.cuda.max_memory_allocated(self.device) if gpu else 0,
             host_bytes=psutil.Process().memory_info().rss,
             homes=homes,
-            versions=f"torch {torch.__version__}, transformers {version('transformers')}, python {platform.python_version()}",
+            versions=", ".join(f"{name} {version(name)}" for name in ("torch", "transformers")),
             error=error,
         )
 
@@ -183,7 +181,7 @@ def _time_steps(engine: NativeEngine, batches: list[MicroBatch], steps: int) -> 
     return _median_seconds(step, engine.packed.device, steps)
 
 
-def _median_seconds(step: Callable[[], None], device: torch.device, steps: int) -> float:
+def _median_seconds(step: Callable[[], object], device: torch.device, steps: int) -> float:
     """Median time of a step among steps that follow one another without a pause, after two to warm up."""
     times: list[float] = []
     if device.type != "cuda":
@@ -198,7 +196,7 @@ def _median_seconds(step: Callable[[], None], device: torch.device, steps: int) 
         marks[-1].record()
         step()
     torch.cuda.synchronize(device)
-    times = [a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:], strict=False)]
+    times = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
     return statistics.median(times[2:])
 
 
@@ -211,7 +209,8 @@ def _flops_of_step(model: torch.nn.Module, recipe: Recipe) -> float:
         in_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
         weights -= int(in_experts * (1 - config.num_experts_per_tok / experts))
     tokens = recipe.batch_size * recipe.max_length
-    return 6.0 * weights * tokens + 12.0 * config.num_hidden_layers * config.hidden_size * recipe.max_length * tokens
+    attention = 12.0 * config.num_hidden_layers * config.hidden_size * recipe.max_length
+    return float((6.0 * weights + attention) * tokens)
 
 
 def _matrix_tflops(device: torch.device) -> float:

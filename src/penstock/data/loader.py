@@ -187,17 +187,17 @@ class Dataset:
 def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int, say: Callable[[str], None]) -> Dataset:
     """Read, tokenize, choose and pack the data of a recipe. `vocab_size` is the number of rows of the embedding."""
 
-    def store_of(name: str) -> Store:
-        store = open_store(open_source(name, recipe.data_split, say), tokenizer, recipe, vocab_size, say)
+    def store_of(name: str, split: str) -> Store:
+        store = open_store(open_source(name, split, say), tokenizer, recipe, vocab_size, say)
         for line in notes(store):
             say(f"{name}: {line}")
         return store
 
-    store = store_of(recipe.data)
+    store = store_of(recipe.data, recipe.data_split)
     chosen = _choose_share(len(store), recipe)
     eval_store, held_out = store, np.empty(0, dtype=np.int64)
     if recipe.eval_data:
-        eval_store = store_of(recipe.eval_data)
+        eval_store = store_of(recipe.eval_data, recipe.eval_split)
         held_out = np.arange(len(eval_store))
     elif recipe.validation:
         chosen, held_out = _hold_out(chosen, recipe)
