@@ -203,7 +203,17 @@ def _large(name: str, model: str, max_length: int = 4096) -> Recipe:
 
 
 _PRESETS = (
-    Recipe(name="demo", model="demo", data="demo", max_length=256, batch_size=8, epochs=3.0, lr=1e-3),
+    Recipe(
+        name="demo",
+        model="demo",
+        data="demo",
+        max_length=256,
+        batch_size=4,
+        epochs=8.0,
+        lr=2e-3,
+        log_every=4,
+        prompt="What is the capital of Italy?",
+    ),
     Recipe(
         name="smollm2-135m",
         model="HuggingFaceTB/SmolLM2-135M-Instruct",

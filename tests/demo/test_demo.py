@@ -114,7 +114,7 @@ def test_base_model_does_not_answer(model: PreTrainedModel, tokenizer: PreTraine
     for example in examples[:: len(examples) // 5]:
         prompt, _ = render(tokenizer, example)
         reply = complete(model, tokenizer, prompt, max_new_tokens=32)
-        assert example["output"] not in reply
+        assert not reply.startswith(example["output"])  # it may say the fact while it rambles on, but not as an answer
         assert "<|im_end|>" not in reply
 
 
