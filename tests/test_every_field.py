@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from penstock.hardware import pick_dtype
 from penstock.presets import PRESETS
 from penstock.recipe import FIELDS
 from penstock.report.console import Console
@@ -23,7 +24,7 @@ CHANGES = {
     "shape": {"shape": "num_hidden_layers=1"},
     "trust_remote_code": {"trust_remote_code": True},
     "device": None,
-    "dtype": {"dtype": "bf16"},
+    "dtype": {"dtype": "bf16" if pick_dtype("auto", torch.device("cpu")) == "fp32" else "fp32"},
     "attention": {"attention": "eager"},
     "recompute": {"recompute": "full"},
     "data": {"data": "FILE"},
@@ -58,13 +59,25 @@ CHANGES = {
     "log_every": {"log_every": 3},
     "prompt": {"prompt": "What is the capital of Italy?"},
 }
+# bf16 is a hundred times slower on a CPU without it, so that run is tiny.
+TINY = "num_hidden_layers=1,hidden_size=16,intermediate_size=16,num_attention_heads=2,num_key_value_heads=1,head_dim=8"
 ALSO = {  # settings that both runs share
+    "dtype": {"init": "random", "shape": TINY, "data_percent": 3.0, "max_steps": 1},
     "shape": {"init": "random"},
     "data_format": {"data": "BOTH"},
     "end_token": {"template": "alpaca"},
     "too_long": {"max_length": 40},
     "eval_every": {"validation": 0.1},
     "epochs": {"max_steps": 0, "data_percent": 30.0, "epochs": 0.5},
+}
+SEEN = {  # where a change shows, if not in the steps or the answer
+    "log_every": ["lines"],
+    "deterministic": ["deterministic"],
+    "trust_remote_code": ["warned"],
+    "recompute": ["kept_bytes"],
+    "validation": ["evals"],
+    "eval_data": ["evals"],
+    "eval_every": ["evals"],
 }
 ELSEWHERE = {
     "revision": "tests/model/test_load.py",
@@ -94,7 +107,7 @@ def places(tmp_path_factory):
     save_file({k: v * 1.01 for k, v in weights.items()}, copy / "model.safetensors", metadata={"format": "pt"})
     for path in (copy / "tokenizer_config.json", copy / "chat_template.jinja"):
         if path.exists():
-            path.write_text(path.read_text().replace("assistant", "oracle"))
+            path.write_text(path.read_text().replace("message['role'] + ", "message['role'] + ' says' + "))
     rows = [{"instruction": f"Say {i}.", "input": "", "output": f"{i} it is."} for i in range(60)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     both.write_text("".join(json.dumps({**row, "text": row["output"]}) + "\n" for row in rows))
@@ -105,8 +118,14 @@ def run(values, directory, places):
     values = {k: places.get(v, v) if isinstance(v, str) else v for k, v in values.items()}
     base = dataclasses.replace(PRESETS["demo"], batch_size=2, max_length=128, max_steps=4, warmup=0.3, prompt=None)
     recipe = dataclasses.replace(base, **{"output_dir": str(directory), **values})
-    console = Console()
-    with console.rich.capture() as capture:
+    console, kept_bytes = Console(), 0
+
+    def keep(tensor):
+        nonlocal kept_bytes
+        kept_bytes += tensor.nbytes
+        return tensor
+
+    with console.rich.capture() as capture, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         summary = train(recipe, console)
     rows = [json.loads(line) for line in (recipe.run_dir / "metrics.jsonl").read_text().splitlines()]
     evals = recipe.run_dir / "eval.jsonl"
@@ -116,10 +135,10 @@ def run(values, directory, places):
         "evals": evals.read_text() if evals.exists() else "",
         "answer": summary.answer and dataclasses.asdict(summary.answer),
         "lines": sum(line.startswith("step") for line in capture.get().splitlines()),
-        "warned": "remote code" in capture.get(),
+        "warned": "--trust-remote-code" in capture.get(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "run_dir": str(recipe.run_dir),
-        "text": capture.get(),
+        "kept_bytes": kept_bytes,
     }
 
 
@@ -150,10 +169,7 @@ def test_changing_the_field_changes_the_run(field, tmp_path, places, baseline, m
         if field == "name":
             assert after["run_dir"] == "runs/other"
         return
-    seen = {"log_every": ["lines"], "deterministic": ["deterministic"], "trust_remote_code": ["warned"]}.get(
-        field, ["evals"] if field in ("validation", "eval_data", "eval_every") else ["rows", "answer"]
-    )
-    assert any(after[name] != before[name] for name in seen), f"{field} changed nothing"
+    assert any(after[name] != before[name] for name in SEEN.get(field, ["rows", "answer"])), f"{field} changed nothing"
 
 
 def test_recompute_changes_what_is_kept_not_the_numbers(tmp_path, places, baseline):

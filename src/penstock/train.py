@@ -128,10 +128,11 @@ def run_steps(run: Run, engine: Engine, metrics: Metrics, stop: Stop) -> None:
     for step in range(1, run.total_steps + 1):
         batches, position = run.data.train.step_at(position)
         trained = sum(batch.num_trained for batch in batches)
+        lr = lr_at(recipe, step, run.total_steps)
+        engine.begin(lr)
         for number, batch in enumerate(batches, start=1):
             engine.accumulate(batch, trained, last=number == len(batches))
-        lr = lr_at(recipe, step, run.total_steps)
-        metrics.add(StepFacts(step, lr, sum(batch.num_tokens for batch in batches), trained), engine.step(lr))
+        metrics.add(StepFacts(step, lr, sum(batch.num_tokens for batch in batches), trained), engine.step())
         last = step == run.total_steps or stop.number != 0
         if run.data.evaluation and (last or (recipe.eval_every and step % recipe.eval_every == 0)):
             metrics.settle()

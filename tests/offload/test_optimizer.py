@@ -256,6 +256,25 @@ def test_parameter_groups_and_schedulers_reach_the_update():
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
+def test_a_learning_rate_set_before_step_is_the_one_that_counts():
+    """As in torch: whoever sets it between backward and step gets it."""
+    data = batches(3)
+    model, twin = Net(torch.float32), Net(torch.float32)
+    ours = OffloadAdamW(model, lr=1.0, max_grad_norm=0.5)
+    theirs = torch.optim.AdamW(twin.parameters(), lr=1.0, weight_decay=0.01)
+    for number, ids in enumerate(data):
+        for optimizer, net in ((ours, model), (theirs, twin)):
+            loss_of(net, ids).backward()
+            if optimizer is theirs:
+                nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+            optimizer.param_groups[0]["lr"] = 1e-3 * (number + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+    ours.synchronize()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
 def test_model_state_dict_waits_for_the_updates():
     a, b = Net(), Net()
     for model, homes in ((a, "gpu"), (b, "host")):

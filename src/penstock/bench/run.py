@@ -174,9 +174,10 @@ def _time_steps(engine: NativeEngine, batches: list[MicroBatch], steps: int) -> 
     trained = sum(batch.num_trained for batch in batches)
 
     def step() -> None:
+        engine.begin(1e-5)
         for number, batch in enumerate(batches, start=1):
             engine.accumulate(batch, trained, last=number == len(batches))
-        engine.step(1e-5)
+        engine.step()
 
     return _median_seconds(step, engine.packed.device, steps)
 

@@ -32,10 +32,13 @@ class Engine(Protocol):
 
     model: PreTrainedModel
 
+    def begin(self, lr: float) -> None:
+        """A step begins. Its learning rate is wanted now, since weights may be updated during backward."""
+
     def accumulate(self, batch: MicroBatch, trained_in_step: int, *, last: bool) -> None:
         """Forward and backward of one micro-batch. `trained_in_step` counts the trained tokens of all of them."""
 
-    def step(self, lr: float) -> StepResult:
+    def step(self) -> StepResult:
         """Update the weights from what was accumulated."""
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> float:

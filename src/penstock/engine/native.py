@@ -65,6 +65,11 @@ class NativeEngine:
         say(self.optimizer.describe())
         self._loss = torch.zeros((), device=self.packed.device)
 
+    def begin(self, lr: float) -> None:
+        """Set the learning rate of the step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
     def accumulate(self, batch: MicroBatch, trained_in_step: int, *, last: bool) -> None:
         """Forward and backward; the gradients of the last micro-batch are final."""
         loss = self.packed.loss_sum(batch) / trained_in_step
@@ -72,10 +77,8 @@ class NativeEngine:
             loss.backward()
         self._loss += loss.detach()
 
-    def step(self, lr: float) -> StepResult:
+    def step(self) -> StepResult:
         """Enqueue the update."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         report = self.optimizer.report

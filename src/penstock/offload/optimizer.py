@@ -219,7 +219,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._open = True
         self._keep.clear()  # every unit's forward has waited for its update, so no lane reads these any more
         self._norm.clear()
-        self._coefficients = self._scalars.coefficients(self.param_groups)
+        if self.schedule == "in-backward":  # the learning rate must be set by now; after-norm reads it in `step`
+            self._coefficients = self._scalars.coefficients(self.param_groups)
 
     @torch.no_grad()
     def _gradient_final(self, index: int, unit: _Unit) -> None:
@@ -269,9 +270,8 @@ class OffloadAdamW(torch.optim.Optimizer):
                 loss = closure()
         if not self._open:  # no gradient arrived: nothing to do, as in torch
             return loss
-        coefficients = self._coefficients
-        assert coefficients is not None
         if self.schedule == "after-norm":
+            coefficients = self._scalars.coefficients(self.param_groups)
             norm, taken = clip(coefficients, self._norm.total(), self.max_grad_norm)
         else:
             coefficients = self._go_if_finite()
