@@ -20,22 +20,19 @@ import os
 import random
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CORPUS = Path("scripts/demo_corpus.txt")
 TARGET = Path("src/penstock/demo/model")
 
 SEED = 42
-NUM_STORIES = NUM_NUMBER_FACTS = 600
+NUM_STORIES = 500
 VOCAB_SIZE = 2048
 END_OF_TEXT, START, END, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
 CHAT_TEMPLATE = (
@@ -106,7 +103,7 @@ def state_number_facts(rng: random.Random) -> list[str]:
         facts.append(f"The numbers are {given}. From smallest to largest they are {low}, {mid}, {high}.")
         facts.append(f"The numbers are {given}. From largest to smallest they are {high}, {mid}, {low}.")
         facts.append(f"The numbers are {given}. The largest number is {high}. The smallest number is {low}.")
-    return rng.sample(facts, NUM_NUMBER_FACTS)
+    return facts
 
 
 def state_word_facts(tables: dict[str, Table], rng: random.Random) -> list[str]:
@@ -132,18 +129,25 @@ def fill(pattern: str, words: dict[str, str], tables: dict[str, Table], rng: ran
 
 
 def write_documents(tables: dict[str, Table], rng: random.Random) -> list[str]:
-    """An epoch of prose in short texts: stories, every fact stated in every way, and every fact in three ways at once."""
-    documents = state_number_facts(rng) + state_word_facts(tables, rng)
+    """An epoch of prose: every fact in every way, next to facts of its kind; then every fact in three ways at once."""
+    documents = group(state_number_facts(rng), rng) + group(state_word_facts(tables, rng), rng)
     for table in tables.values():
         if not table.columns:
             documents += [fill(rng.choice(table.patterns), {}, tables, rng) for _ in range(NUM_STORIES)]
         elif table.patterns:
-            for row in table.rows:
-                words = dict(zip(table.columns, row, strict=True))
-                stated = [fill(pattern, words, tables, rng) for pattern in table.patterns]
-                documents += [*stated, " ".join(rng.sample(stated, 3))]
+            rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+            for pattern in table.patterns:
+                documents += group([fill(pattern, row, tables, rng) for row in rows], rng)
+            for row in rows:
+                documents.append(" ".join(fill(pattern, row, tables, rng) for pattern in rng.sample(table.patterns, 3)))
     rng.shuffle(documents)
     return documents
+
+
+def group(sentences: list[str], rng: random.Random) -> list[str]:
+    """Documents of three sentences, in random order."""
+    shuffled = rng.sample(sentences, len(sentences))
+    return [" ".join(shuffled[i : i + 3]) for i in range(0, len(shuffled), 3)]
 
 
 def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
@@ -172,7 +176,7 @@ def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Four layers, with the things that real models have and code can get wrong: grouped keys and values, a tied head."""
+    """Wide rather than deep: on a CPU four layers of 256 are faster than eight of 192."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
@@ -186,49 +190,14 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = LlamaForCausalLM(config)
-    initialize(model)
-    return model
+    return LlamaForCausalLM(config)
 
 
-@torch.no_grad()
-def initialize(model: LlamaForCausalLM) -> None:
-    """Start with heads that copy what they look at, so that only where to look must be learned.
-
-    The output projection is the transpose of the value projection, hence their product is near a multiple of one, and with
-    a tied head an attended token becomes a likely next token. From here the model learns to look facts up in its text within
-    100 thousand tokens. From Llama's own start (all weights 0.02 wide) it did not within a million, which is all that a
-    few minutes on a CPU allow. The idea is that of mimetic initialization (Trockman and Kolter, 2023).
-    """
-    config = model.config
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter.normal_(0, config.hidden_size**-0.5)
-    model.model.embed_tokens.weight.normal_(
-        0, 1
-    )  # tokens far apart; layers that have learned little yet do not drown them
-    model.model.norm.weight.fill_(0.03)  # or such wide embeddings, as the head, would be certain of everything
-    for layer in model.model.layers:
-        values = layer.self_attn.v_proj.weight.view(config.num_key_value_heads, -1, config.hidden_size)
-        shared = values.repeat_interleave(config.num_attention_heads // config.num_key_value_heads, dim=0)
-        layer.self_attn.o_proj.weight.copy_(0.5 * shared.reshape(-1, config.hidden_size).T)
-        layer.mlp.down_proj.weight.zero_()
-
-
-def make_batches(documents: list[str], tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[Tensor]:
-    """Batches of whole documents, each beginning at position 0 as a prompt will, padded with -1.
-
-    Sorting by length saves padding. It is done within a pool, since over the whole epoch every batch would be of one kind.
-    """
-    encoded = tokenizer([text + END_OF_TEXT for text in documents])["input_ids"]
-    for i in range(0, len(encoded), POOL):
-        batches: list[list[Tensor]] = [[]]
-        for ids in sorted(encoded[i : i + POOL], key=len):
-            if len(ids) * (len(batches[-1]) + 1) > BATCH_TOKENS:
-                batches.append([])
-            batches[-1].append(torch.tensor(ids))
-        rng.shuffle(batches)
-        yield from (pad_sequence(batch, batch_first=True, padding_value=-1) for batch in batches)
+def cut_rows(documents: list[str], tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """The documents end to end, each with its separator, cut into rows of equal length."""
+    stream = [token for ids in tokenizer([text + END_OF_TEXT for text in documents])["input_ids"] for token in ids]
+    num_rows = len(stream) // ROW_LENGTH
+    return torch.tensor(stream[: num_rows * ROW_LENGTH]).view(num_rows, ROW_LENGTH)
 
 
 def lr_at(step: int) -> float:
@@ -242,27 +211,21 @@ def lr_at(step: int) -> float:
 def pretrain(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tables: dict[str, Table], rng: random.Random
 ) -> None:
-    """Next-token prediction. Every epoch is written anew, so that facts can be learned by heart but texts cannot.
-
-    In fp32: on CPUs without bf16 instructions a bf16 step takes a hundred times as long.
-    """
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    norms = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": norms, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    epochs = (write_documents(tables, rng) for _ in itertools.count())
-    batches = (batch for documents in epochs for batch in make_batches(documents, tokenizer, rng))
+    """Next-token prediction. Every epoch is written anew, so that facts can be learned by heart but texts cannot."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
+    epochs = (cut_rows(write_documents(tables, rng), tokenizer) for _ in itertools.count())
+    batches = (batch for rows in epochs for batch in rows.split(NUM_ROWS) if len(batch) == NUM_ROWS)
     start = time.monotonic()
-    for step, batch in enumerate(itertools.islice(batches, NUM_STEPS)):
-        for group in optimizer.param_groups:
-            group["lr"] = lr_at(step)
-        logits = model(input_ids=batch.clamp(min=0)).logits  # what a padded position computes, no other position sees
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), ignore_index=-1)
+    for step, batch in zip(range(NUM_STEPS), batches, strict=False):
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = lr_at(step)
+        batch = batch.to(model.device)
+        loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 50 == 0 or step == NUM_STEPS - 1:
+        if step % 100 == 0 or step == NUM_STEPS - 1:
             print(f"step {step:4d}  loss {loss.item():.3f}  {time.monotonic() - start:4.0f} s", flush=True)
 
 

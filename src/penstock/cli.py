@@ -211,8 +211,10 @@ def _quiet_libraries(debug: bool) -> None:
         return
     import warnings
 
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
+    hub_logging.set_verbosity_error()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.simplefilter("ignore")

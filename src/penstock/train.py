@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from penstock.checkpoint.export import export
 from penstock.checkpoint.run_dir import check_run_dir, make_run_dir
@@ -35,6 +35,7 @@ def train(recipe: Recipe, console: Console, *, overwrite: bool = False) -> Summa
     recipe = run.recipe
     with console.phase(f"Loading {recipe.model}"), memory_advice(recipe):
         model = load_model(recipe, run.config, run.device, console.say)
+        stop_at(model, end_tokens(run))
         num_params = sum(p.numel() for p in model.parameters())
         console.say(f"  {num_params / 1e6:,.1f} M parameters on {describe(run.device)}")
         engine = NativeEngine(model, recipe, lambda text: console.say(f"  {text}"))
@@ -119,6 +120,25 @@ def dry_run(recipe: Recipe, console: Console, *, overwrite: bool = False) -> Out
         f"would write {outlook.run_dir}/ and the model to {outlook.run_dir}/model. Nothing was written."
     )
     return outlook
+
+
+def end_tokens(run: Run) -> set[int]:
+    """The tokens that end the responses of the data: special ones that are trained on last."""
+    store, tokenizer = run.data.train.store, run.tokenizer
+    special = set(tokenizer.all_special_ids)
+    special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    examples = (store.example(i) for i in range(min(len(store), 256)))
+    return {int(ids[mask.nonzero()[0][-1]]) for ids, mask in examples} & special
+
+
+def stop_at(model: PreTrainedModel, ends: set[int]) -> None:
+    """Let generation stop where the model is taught to: a chat template may end turns with another token than eos."""
+    config = model.generation_config
+    assert config is not None, "a causal model has a generation config"
+    known = config.eos_token_id
+    known = {known} if isinstance(known, int) else set(known or ())
+    if not ends <= known:
+        config.eos_token_id = sorted(known | ends)
 
 
 def run_steps(run: Run, engine: Engine, metrics: Metrics, stop: Stop) -> None:

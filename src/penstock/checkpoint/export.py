@@ -57,7 +57,8 @@ def _compare(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, written
         if not torch.equal(weight, weights[name]):
             raise CheckpointError("the exported weight differs from the trained one", where=f"{written}: {name}")
     tokenizer_again = AutoTokenizer.from_pretrained(written)
-    if tokenizer_again.eos_token_id != tokenizer.eos_token_id:
+    ends, ends_again = (m.generation_config.eos_token_id for m in (model, again))
+    if tokenizer_again.eos_token_id != tokenizer.eos_token_id or ends_again != ends:
         raise CheckpointError("the exported end token differs", where=str(written))
     ids = torch.tensor([tokenizer(PROBE)["input_ids"]], device=device)
     expected, got = _logits(model, ids), _logits(again, ids)

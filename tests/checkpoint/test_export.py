@@ -1,0 +1,55 @@
+import json
+from importlib.resources import files
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from penstock.checkpoint.export import _compare, export
+from penstock.errors import CheckpointError, OutputError
+
+DEMO = str(files("penstock.demo") / "model")
+
+
+@pytest.fixture
+def model():
+    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+def test_what_is_written_loads_and_is_the_same(tmp_path, model, tokenizer):
+    export(model, tokenizer, tmp_path / "out", shard_size="2MB")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"} <= names
+    assert sum(name.endswith(".safetensors") for name in names) > 1
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing else is left behind"
+
+
+def test_nothing_is_written_over(tmp_path, model, tokenizer):
+    with pytest.raises(OutputError, match="there is something already"):
+        export(model, tokenizer, tmp_path)
+
+
+def test_a_weight_that_differs_is_found_by_name(tmp_path, model, tokenizer):
+    export(model, tokenizer, tmp_path / "out")
+    path = tmp_path / "out" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"][3] += 1e-3
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+        _compare(model, tokenizer, tmp_path / "out")
+
+
+def test_an_end_token_that_differs_is_found(tmp_path, model, tokenizer):
+    export(model, tokenizer, tmp_path / "out")
+    path = tmp_path / "out" / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 7}))
+    with pytest.raises(CheckpointError, match="end token differs"):
+        _compare(model, tokenizer, tmp_path / "out")

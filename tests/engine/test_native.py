@@ -1,0 +1,107 @@
+"""The engine on tiny models: micro-batches add up, bad losses change nothing, decay spares norms and biases."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from penstock.engine.native import NativeEngine, decay_groups, full_batch
+from penstock.model.load import load_config, load_model
+from penstock.presets import PRESETS
+
+TINY = {
+    "llama-8b": "num_attention_heads=4,num_key_value_heads=2",
+    "qwen3-14b": "num_attention_heads=4,num_key_value_heads=2,head_dim=8",
+    "phi-4": "num_attention_heads=4,num_key_value_heads=2,pad_token_id=0",
+    "gpt-oss-20b": "num_attention_heads=4,num_key_value_heads=2,head_dim=8,num_local_experts=4,num_experts_per_tok=2",
+    "seed-oss-36b": "num_attention_heads=4,num_key_value_heads=2,head_dim=8",
+    "qwen3-30b-a3b": "num_attention_heads=4,num_key_value_heads=2,head_dim=8,num_experts=4,num_experts_per_tok=2,"
+    "moe_intermediate_size=16",
+    "llama-70b": "num_attention_heads=4,num_key_value_heads=2",
+}
+
+
+def tiny(preset, **changes):
+    shape = f"num_hidden_layers=2,hidden_size=32,intermediate_size=48,vocab_size=300,{TINY[preset]}"
+    return dataclasses.replace(
+        PRESETS[preset], init="random", shape=shape, dtype="fp32", batch_size=4, max_length=12, **changes
+    )
+
+
+def build(recipe):
+    model = load_model(recipe, load_config(recipe), torch.device("cpu"), lambda _: None)
+    return model, NativeEngine(model, recipe, lambda _: None)
+
+
+def step(engine, batches):
+    engine.begin(1e-2)
+    trained = sum(batch.num_trained for batch in batches)
+    for number, batch in enumerate(batches, start=1):
+        engine.accumulate(batch, trained, last=number == len(batches))
+    return engine.step()
+
+
+@pytest.mark.parametrize("preset", TINY)
+def test_every_preset_trains_a_step_and_learns(preset):
+    _, engine = build(tiny(preset))
+    batch = full_batch(2, 12, 300)
+    losses = [float(step(engine, [batch]).loss) for _ in range(6)]
+    assert losses[-1] < losses[0] - 0.1
+    assert all(torch.isfinite(torch.tensor(losses)))
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_micro_batches_add_up_to_a_batch(clip):
+    recipe = tiny("llama-8b", max_grad_norm=clip)
+    whole, parts = build(recipe), build(recipe)
+    batch = full_batch(4, 12, 300)
+    pieces = [
+        dataclasses.replace(
+            full_batch(1, 12, 300), input_ids=batch.input_ids[i : i + 1], targets=batch.input_ids[i, 1:]
+        )
+        for i in range(4)
+    ]
+    for _ in range(3):
+        a, b = step(whole[1], [batch]), step(parts[1], pieces)
+        torch.testing.assert_close(a.loss, b.loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(a.grad_norm, b.grad_norm, rtol=1e-4, atol=1e-6)
+    for engine in (whole[1], parts[1]):
+        engine.release()
+    for p, q in zip(whole[0].parameters(), parts[0].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+def test_a_bad_weight_makes_a_step_that_changes_nothing():
+    model, engine = build(tiny("llama-8b"))
+    batch = full_batch(2, 12, 300)
+    step(engine, [batch])
+    engine.optimizer.synchronize()
+    good = model.model.norm.weight.detach().clone()
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    before = [p.detach().clone() for p in model.parameters()]
+    result = step(engine, [batch])
+    engine.optimizer.synchronize()
+    assert bool(result.skipped)
+    assert all(torch.equal(p.nan_to_num(), q.nan_to_num()) for p, q in zip(model.parameters(), before, strict=True))
+    with torch.no_grad():
+        model.model.norm.weight.copy_(good)
+    assert not bool(step(engine, [batch]).skipped)
+
+
+def test_evaluation_changes_nothing_and_is_the_mean_over_trained_tokens():
+    _, engine = build(tiny("llama-8b"))
+    batch = full_batch(3, 12, 300)
+    expected = float(engine.packed.loss_sum(batch).detach()) / batch.num_trained
+    assert engine.evaluate([batch, batch]) == pytest.approx(expected, rel=1e-6)
+    assert float(step(engine, [batch]).loss) == pytest.approx(expected, rel=1e-6)
+
+
+def test_norms_biases_and_sinks_do_not_decay():
+    model, _ = build(tiny("gpt-oss-20b"))
+    names = {id(p): name for name, p in model.named_parameters()}
+    decayed, plain = ([names[id(p)] for p in group["params"]] for group in decay_groups(model, 0.1))
+    assert all(not name.endswith("bias") and "norm" not in name and "sinks" not in name for name in decayed)
+    assert any(name.endswith("gate_up_proj_bias") for name in plain)
+    assert any(name.endswith("sinks") for name in plain)
+    assert len(decayed) + len(plain) == len(names)
