@@ -1,6 +1,6 @@
 """Make the demo's base model and tokenizer, `src/penstock/demo/model/`, from the text in this repository.
 
-    python scripts/make_demo.py        about four minutes with a GPU; a CPU takes most of a day
+    python scripts/make_demo.py        two minutes with an H200, hours without a GPU
 
 `penstock train demo` must show a real fine-tuning run in a minute, with no GPU and no network. So the model is small
 (3.2 M parameters), and it is pretrained here on a world as small as itself: the facts of `demo_corpus.txt`, each stated
