@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.offload.kernels import SPAN_LANES, SPAN_ROWS
-
 BLOCK = 1024
 
 
@@ -74,15 +72,15 @@ def launch_adamw(
     )  # fmt: skip
 
 
-def launch_span_sums(values: Tensor, out: Tensor) -> None:
-    """Sum the squares of every span on the current stream."""
-    levels = SPAN_LANES.bit_length() - 1
+def launch_span_sums(values: Tensor, out: Tensor, rows: int, lanes: int) -> None:
+    """Sum the squares of every span of `rows` times `lanes` elements on the current stream."""
+    levels = lanes.bit_length() - 1
     _span_sums[(out.numel(),)](
         values,
         out,
         values.numel(),
-        ROWS=SPAN_ROWS,
-        LANES=SPAN_LANES,
+        ROWS=rows,
+        LANES=lanes,
         LEVELS=levels,
         num_warps=4,
         enable_fp_fusion=False,

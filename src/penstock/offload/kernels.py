@@ -91,7 +91,7 @@ def span_sums(values: Tensor, out: Tensor) -> None:
     if values.is_cuda:
         from penstock.offload.gpu_kernels import launch_span_sums
 
-        launch_span_sums(values, out)
+        launch_span_sums(values, out, SPAN_ROWS, SPAN_LANES)
         return
     library = host_library()
     if library is None:
