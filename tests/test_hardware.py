@@ -21,6 +21,8 @@ def test_a_cgroup_limit_counts(tmp_path, monkeypatch):
     (tmp_path / "current").write_text("1000\n")
     monkeypatch.setattr("penstock.hardware.CGROUP_FILES", ((str(tmp_path / "max"), str(tmp_path / "current")),))
     assert available_host_bytes() == 2000
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 300\nactive_file 100\n")
+    assert available_host_bytes() == 2400
     (tmp_path / "max").write_text("max\n")
     assert available_host_bytes() > 2000
 

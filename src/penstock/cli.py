@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt:
-        print("penstock: interrupted before the first step; nothing was written", file=sys.stderr)
+        print("penstock: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         if "--debug" in words:
@@ -141,6 +141,7 @@ def train(words: list[str]) -> int:
     args = _parse_with_recipe(TrainArgs, "train", words)
     _quiet_libraries(args.debug)
     from penstock.report.console import Console
+    from penstock.report.metrics import to_json
     from penstock.train import dry_run
     from penstock.train import train as run
 
@@ -152,7 +153,7 @@ def train(words: list[str]) -> int:
         return 0
     summary = run(args.recipe, console, overwrite=args.overwrite)
     if args.json:
-        print(json.dumps(dataclasses.asdict(summary)))
+        print(to_json(summary))
     else:
         console.summary(summary)
     return 0

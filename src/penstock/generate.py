@@ -48,6 +48,7 @@ def generate(run: Path, prompt: str, *, max_new_tokens: int, temperature: float,
     directory, recipe = find_model(run), run_recipe(run)
     target = pick_device(device)
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", device_map={"": target})
+    trust = {"trust_remote_code": recipe.trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(directory, **trust)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", device_map={"": target}, **trust)
     return answer(model, tokenizer, recipe, prompt, max_new_tokens=max_new_tokens, temperature=temperature)

@@ -53,12 +53,22 @@ def available_host_bytes() -> int:
     for limit_path, usage_path in CGROUP_FILES:
         try:
             limit = Path(limit_path).read_text(encoding="ascii").strip()
-            usage = int(Path(usage_path).read_text(encoding="ascii"))
+            usage = int(Path(usage_path).read_text(encoding="ascii")) - _page_cache(Path(usage_path).parent)
         except (OSError, ValueError):
             continue
         if limit.isdigit():
             available = min(available, max(0, int(limit) - usage))
     return available
+
+
+def _page_cache(cgroup: Path) -> int:
+    """Bytes of files that the kernel keeps in memory as long as nobody else wants it."""
+    try:
+        words = (cgroup / "memory.stat").read_text(encoding="ascii").split()
+    except OSError:
+        return 0
+    stat = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+    return stat.get("inactive_file", 0) + stat.get("active_file", 0)
 
 
 CGROUP_FILES = (

@@ -44,13 +44,13 @@ def train(recipe: Recipe, console: Console, *, overwrite: bool = False) -> Summa
     run_dir = make_run_dir(recipe)
     progress = Progress(recipe, run.total_steps, console)
     metrics = Metrics(run_dir, on_row=progress.row)
-    with console.phase(f"Training for {run.total_steps:,} steps"), memory_advice(recipe), signals() as stop:
-        run_steps(run, engine, metrics, stop)
-    engine.release()
-
     model_dir = run_dir / "model"
-    with console.phase(f"Exporting to {model_dir}"):
-        export(model, run.tokenizer, model_dir)
+    with signals() as stop:
+        with console.phase(f"Training for {run.total_steps:,} steps"), memory_advice(recipe):
+            run_steps(run, engine, metrics, stop)
+        engine.release()
+        with console.phase(f"Exporting to {model_dir}"):
+            export(model, run.tokenizer, model_dir, trust_remote_code=recipe.trust_remote_code)
     if stop.number and len(metrics.rows) < run.total_steps:
         done = f"after step {len(metrics.rows)} of {run.total_steps}; the model as it was then is in {model_dir}"
         raise Interrupted(f"stopped by {signal.Signals(stop.number).name} {done}", signal_number=stop.number)
@@ -194,7 +194,7 @@ class Progress:
             raise Diverged(
                 f"the gradient was not finite in {self._skips_in_a_row} steps in a row",
                 where=f"step {self._first_skip}",
-                remedy="Those steps changed no weight. Lower --lr, lengthen --warmup, or look at the data.",
+                remedy="Lower --lr, lengthen --warmup, or look at the data.",
             )
 
 

@@ -290,6 +290,76 @@ def test_clipping_in_backward_is_refused():
         OffloadAdamW(Net(), max_grad_norm=1.0, schedule="in-backward")
 
 
+def test_a_gradient_that_comes_in_accumulate_only_counts():
+    model, twin = Net(torch.float32), Net(torch.float32)
+    ours, theirs = OffloadAdamW(model, lr=1e-2, max_grad_norm=0.5), torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    with ours.accumulate():
+        model.unused.sum().backward()
+    loss_of(model, batches(1)[0]).backward()
+    ours.step()
+    ours.synchronize()
+    twin.unused.sum().backward()
+    loss_of(twin, batches(1)[0]).backward()
+    nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+    theirs.step()
+    assert not torch.equal(model.unused, torch.ones(5))
+    torch.testing.assert_close(model.unused, twin.unused)
+
+
+@pytest.mark.parametrize("schedule", ["after-norm", "in-backward"])
+def test_a_second_backward_without_accumulate_is_refused(schedule):
+    model = Net()
+    OffloadAdamW(model, max_grad_norm=0.0, schedule=schedule)
+    loss_of(model, batches(1)[0]).backward()
+    with pytest.raises(RecipeError, match="second backward"):
+        loss_of(model, batches(1)[0]).backward()
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_zero_grad_without_step_forgets_the_backward(homes):
+    data = batches(3)
+    model = Net()
+    optimizer = OffloadAdamW(model, lr=3e-3, max_grad_norm=0.5, homes=homes, chunk_size=100)
+    for number, ids in enumerate(data):
+        loss_of(model, ids).backward()
+        if number != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    assert_same((model, optimizer, None), run(data=[data[0], data[2]]))
+
+
+def test_weights_used_without_calling_their_module_are_refused():
+    class Pairs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in range(2))
+            self.hidden = nn.Linear(8, 8)
+
+        def forward(self, x):
+            for a, b in self.layers:
+                x = b(a(x).relu())
+            return nn.functional.linear(x, self.hidden.weight)
+
+    model = Pairs()
+    optimizer = OffloadAdamW(model, homes="host")
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RecipeError, match="weights of Linear are used without calling"):
+        model(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_weights_loaded_into_the_model_are_the_new_masters(homes, device):
+    model, optimizer, _ = run(homes=homes, chunk_size=100, device=device)
+    fresh = Net(seed=5).to(device)
+    model.load_state_dict(fresh.state_dict())
+    masters = [entry["master"] for entry in optimizer.state_dict()["state"]]
+    wanted = [p.detach().cpu().float() for p in fresh.parameters() if p.requires_grad]
+    assert all(torch.equal(a, b) for a, b in zip(masters, wanted, strict=True))
+
+
 def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
     model = Net()
     optimizer = OffloadAdamW(model, homes="host")

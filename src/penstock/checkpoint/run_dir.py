@@ -12,7 +12,9 @@ import yaml
 from penstock.errors import CheckpointError, OutputError
 from penstock.recipe import Recipe, to_dict, with_values
 
-RECIPE_FILE = "recipe.yaml"  # what tells a run's directory from any other
+RECIPE_FILE = "recipe.yaml"
+RUN_FILES = {RECIPE_FILE, "metrics.jsonl", "eval.jsonl", "model", "model.unchecked"}
+"""All that a run writes. Nothing else is ever removed, and a directory with anything else is not ours."""
 
 
 def check_run_dir(directory: Path, *, overwrite: bool) -> None:
@@ -20,7 +22,7 @@ def check_run_dir(directory: Path, *, overwrite: bool) -> None:
     if directory.exists() and not directory.is_dir():
         raise OutputError("is a file, not a directory", where=str(directory), remedy="Use another --output-dir.")
     if directory.is_dir() and any(directory.iterdir()):
-        if not (directory / RECIPE_FILE).exists():
+        if any(path.name not in RUN_FILES for path in directory.iterdir()):
             raise OutputError("holds files of something else", where=str(directory), remedy="Use another --output-dir.")
         if not overwrite:
             remedy = f"Use --output-dir {directory}-2, or --overwrite to replace it."
@@ -38,8 +40,8 @@ def make_run_dir(recipe: Recipe) -> Path:
     """The checked directory, holding the recipe and nothing else."""
     directory = recipe.run_dir
     directory.mkdir(parents=True, exist_ok=True)
-    for old in directory.iterdir():  # the directory itself stays: it may be a link or a mount
-        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+    for old in (directory / name for name in RUN_FILES):  # the directory itself stays: it may be a link or a mount
+        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
     text = yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
     (directory / RECIPE_FILE).write_text(text, encoding="utf-8")
     return directory

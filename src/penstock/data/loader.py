@@ -71,7 +71,10 @@ class MicroBatch:
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on another device."""
         tensors = ("input_ids", "position_ids", "target_index", "targets")
-        return dataclasses.replace(self, **{name: getattr(self, name).to(device) for name in tensors})
+        moved = {name: getattr(self, name) for name in tensors}
+        if torch.device(device).type == "cuda":  # from pageable memory the copy would wait for all work queued there
+            moved = {name: tensor.pin_memory() for name, tensor in moved.items()}
+        return dataclasses.replace(self, **{n: t.to(device, non_blocking=True) for n, t in moved.items()})
 
 
 class Loader:

@@ -6,25 +6,48 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
-from penstock.offload.lanes import Mark
+from penstock.offload.lanes import Mark, main_mark
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step, on the device: reading a value here is what makes the host wait."""
+    """One step. Its numbers are on their way to the host; reading them waits for this step and for nothing after it."""
 
-    loss: Tensor
-    """Mean over the trained tokens of the step."""
-    grad_norm: Tensor
-    """Global norm before clipping."""
-    skipped: Tensor
-    """True if the gradient was not finite, so that nothing was updated."""
+    values: Tensor
+    """On the host once `done` is passed: loss, norm, whether the step was skipped."""
     done: Mark
-    """Passed when the three are known."""
+
+    @classmethod
+    def of(cls, loss: Tensor, grad_norm: Tensor, skipped: Tensor) -> StepResult:
+        """Start the numbers on their way."""
+        values = torch.stack([loss.double(), grad_norm.double(), skipped.double()])
+        if values.is_cuda:
+            values = torch.empty(3, dtype=torch.float64, pin_memory=True).copy_(values, non_blocking=True)
+        return cls(values, main_mark(loss.device))
+
+    @property
+    def loss(self) -> float:
+        """Mean over the trained tokens of the step."""
+        return self._read(0)
+
+    @property
+    def grad_norm(self) -> float:
+        """Global norm before clipping."""
+        return self._read(1)
+
+    @property
+    def skipped(self) -> bool:
+        """True if a gradient was not finite."""
+        return bool(self._read(2))
+
+    def _read(self, index: int) -> float:
+        self.done.wait_on_host()
+        return float(self.values[index])
 
 
 class Engine(Protocol):

@@ -83,7 +83,7 @@ class NativeEngine:
         self.optimizer.zero_grad()
         report = self.optimizer.report
         assert report is not None, "a step follows at least one micro-batch"
-        result = StepResult(self._loss, report.grad_norm, ~report.taken, report.done)
+        result = StepResult.of(self._loss, report.grad_norm, ~report.taken)
         self._loss = torch.zeros((), device=self.packed.device)
         return result
 

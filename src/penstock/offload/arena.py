@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -31,12 +32,14 @@ class Arena:
                 f"state needs {self.num_bytes / 2**30:.1f} GiB of host memory, {available / 2**30:.1f} are available",
                 remedy="Keep more of it on the GPU, or free host memory.",
             )
-        self._map = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapped = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to fault and to register
-        self._memory: Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
+            mapped.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to fault and to register
+        self._memory: Tensor | None = torch.frombuffer(mapped, dtype=torch.uint8)
         self._touch()
-        self._registered = pinned and self._register()
+        if pinned:
+            self._register()
+        self._unpin = weakref.finalize(self, _unregister, self._memory.data_ptr()) if pinned else None
         self._used = 0
 
     def cut(self, num_bytes: int) -> Tensor:
@@ -49,9 +52,9 @@ class Arena:
 
     def close(self) -> None:
         """Unregister and unmap."""
-        if self._memory is not None and self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
-        self._memory = None
+        if self._unpin is not None:
+            self._unpin()
+        self._memory = None  # unmapped with the last tensor that was cut from it
 
     def _touch(self) -> None:
         """Fault every page from several threads, so that it is there before it is registered."""
@@ -62,7 +65,7 @@ class Arena:
             for part in parts:
                 pool.submit(ctypes.memset, start + part, 0, min(TOUCH_BYTES, self.num_bytes - part))
 
-    def _register(self) -> bool:
+    def _register(self) -> None:
         assert self._memory is not None
         code = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.num_bytes, 0))
         if code:
@@ -70,7 +73,10 @@ class Arena:
                 f"cannot pin {self.num_bytes / 2**30:.1f} GiB of host memory (CUDA error {code})",
                 remedy="Raise the limit of locked memory (ulimit -l), or keep more state on the GPU.",
             )
-        return True
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def padded(num_bytes: int) -> int:

@@ -133,6 +133,7 @@ class StreamHome:
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
         self._free = [main_mark(device)] * NUM_SLOTS
         self._in, self._update, self._out = Lane(device), update_lane, Lane(device)
+        self._home: dict[Chunk, Mark] = {}
         self._turn = 0
 
     def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
@@ -144,6 +145,7 @@ class StreamHome:
         turn, self._turn = self._turn % len(self._slots), self._turn + 1
         slot, home = self._slots[turn][: chunk.state_bytes], self._state[chunk]
         self._in.wait(self._free[turn])  # or the chunk would land on one that has not left yet
+        self._in.wait(self._home.get(chunk, Mark()))  # or it would set out again before it came home
         with self._in:
             slot.copy_(home, non_blocking=True)
         self._update.wait(self._in.mark())  # or the kernel would read what was in the slot before
@@ -153,7 +155,7 @@ class StreamHome:
         self._out.wait(updated)  # or old state would travel home
         with self._out:
             home.copy_(slot, non_blocking=True)
-        self._free[turn] = self._out.mark()
+        self._free[turn] = self._home[chunk] = self._out.mark()
         return finished(updated)
 
     def state(self, chunk: Chunk) -> Tensor:
@@ -220,7 +222,10 @@ class HostHome:
         """Queue the chunk for the threads; they take it when its gradient and the scalars are there."""
         self._up.wait(main_mark(self._device))  # or a weight could change under a backward that still reads it
         arrived = self._arrived.pop(chunk, Mark())
-        return self._order.submit(self._update_now, chunk, weight, gradient, coefficients, arrived)
+        # What was sent down is not kept on the GPU until the threads come to it.
+        return self._order.submit(
+            self._update_now, chunk, weight, None if self._mirrored else gradient, coefficients, arrived
+        )
 
     def _update_now(
         self, chunk: Chunk, weight: Tensor, gradient: Tensor | None, coefficients: Coefficients, arrived: Mark

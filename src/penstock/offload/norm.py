@@ -54,7 +54,7 @@ class Scalars:
     def coefficients(self, groups: Sequence[Mapping[str, Any]]) -> Tensor:
         """The row of each group for the step that would come next, unclipped and set to go."""
         columns = [[g["betas"][0], g["betas"][1], g["lr"], g["weight_decay"], g["eps"]] for g in groups]
-        beta1, beta2, lr, weight_decay, eps = torch.tensor(columns, dtype=torch.float64).to(self._device).unbind(1)
+        beta1, beta2, lr, weight_decay, eps = self._send(columns).unbind(1)
         power1, power2 = (self.powers * torch.stack((beta1, beta2), dim=1)).unbind(1)
         ones = torch.ones_like(lr)
         rows = (
@@ -64,9 +64,15 @@ class Scalars:
         assert len(rows) == NUM_COEFFICIENTS
         return torch.stack(rows, dim=1).float()
 
+    def _send(self, values: list[list[float]]) -> Tensor:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self._device.type == "cuda":  # from pageable memory the copy would wait for all work queued there
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
+
     def advance(self, groups: Sequence[Mapping[str, Any]], taken: Tensor) -> None:
         """Count the step if it was taken."""
-        betas = torch.tensor([g["betas"] for g in groups], dtype=torch.float64).to(self._device)
+        betas = self._send([list(g["betas"]) for g in groups])
         self.powers = torch.where(taken, self.powers * betas, self.powers)
         self.steps = self.steps + taken
 

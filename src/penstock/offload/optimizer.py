@@ -111,6 +111,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._open = False  # a step has begun: its first gradient is final
         self._final: dict[int, Tensor] = {}  # final gradients on the device, by parameter
         self._sent: set[int] = set()  # parameters whose gradients have all gone down
+        self._seen: set[int] = set()  # parameters whose gradients of this step were final
         self._coefficients: Tensor | None = None
         self._keep: list[Tensor] = []  # coefficients that lanes still read
         self.report: StepReport | None = None
@@ -144,16 +145,23 @@ class OffloadAdamW(torch.optim.Optimizer):
         return cast(dict[HomeName, float], placement.fractions())
 
     def _assign(self, fractions: Mapping[HomeName, float]) -> dict[Chunk, Home]:
-        """Deal the chunks out so that every stretch of the model has the same mix: the pipe is then always busy."""
+        """Deal the chunks out so that every stretch of the model has the same mix: the pipe is then always busy.
+
+        `host` gets whole parameters, since a gradient leaves the GPU only if all of it goes down.
+        """
         total = sum(fractions.values())
-        owed = dict.fromkeys(fractions, 0.0)
         dealt: dict[HomeName, list[Chunk]] = {"gpu": [], "stream": [], "host": []}
-        for chunk in (c for chunks in self._chunks for c in chunks):
+        owed = dict.fromkeys(fractions, 0.0)
+        for chunks in self._chunks:
+            size = sum(chunk.size for chunk in chunks)
             for name, fraction in fractions.items():
-                owed[name] += chunk.size * fraction / total
-            home = max(owed, key=lambda name: owed[name])
-            owed[home] -= chunk.size
-            dealt[home].append(chunk)
+                owed[name] += size * fraction / total
+            whole = len(fractions) == 1 or owed.get("host", 0.0) > size / 2
+            for chunk in chunks:
+                choices = [name for name in owed if name != "host" or len(fractions) == 1]
+                home = "host" if "host" in owed and whole else max(choices, key=lambda name: owed[name])
+                owed[home] -= chunk.size
+                dealt[home].append(chunk)
         homes: dict[HomeName, Callable[[list[Chunk]], Home]] = {
             "gpu": lambda c: ResidentHome(c, self._device, self._update_lane),
             "stream": lambda c: StreamHome(c, self._device, self._update_lane),
@@ -185,19 +193,28 @@ class OffloadAdamW(torch.optim.Optimizer):
     def _find_units(self, model: nn.Module, units: Iterable[nn.Module] | None) -> list[_Unit]:
         """The given modules, or the elements of every list of modules, then each module with weights of its own."""
         index_of = {id(p): i for i, p in enumerate(self._parameters)}
+        containers = (nn.ModuleList, nn.ModuleDict)  # never called themselves, so no unit either
         lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
-        chosen = set(units) if units is not None else {element for modules in lists for element in modules}
+        elements = (e for modules in lists for e in modules if not isinstance(e, containers))
+        chosen = set(units) if units is not None else set(elements)
         found: list[_Unit] = []
         for module in model.modules():
             own = module.parameters(recurse=module in chosen)
             indices = [index_of.pop(id(p)) for p in own if id(p) in index_of]
             if indices:
                 found.append(_Unit(module, indices, waiting=len(indices)))
+        if index_of:
+            raise RecipeError(
+                f"{len(index_of)} of the parameters to train are not in the model", remedy="Check params."
+            )
         return found
 
     def _attach(self, model: nn.Module) -> None:
         """Hooks: a unit's forward waits for its update; a final gradient is taken; state_dict waits for everything."""
-        self._hooks = [model.register_state_dict_pre_hook(lambda *_: self.synchronize())]
+        self._hooks = [
+            model.register_state_dict_pre_hook(lambda *_: self.synchronize()),
+            model.register_load_state_dict_post_hook(lambda *_: self._weights_were_set()),
+        ]
         for unit in self._units:
             self._hooks.append(unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._wait(unit)))
             for index in unit.parameters:
@@ -228,6 +245,8 @@ class OffloadAdamW(torch.optim.Optimizer):
             return
         if not self._open:
             self._begin()
+        self._refuse_misuse(index, unit)
+        self._seen.add(index)
         gradient = self._parameters[index].grad
         assert gradient is not None
         flat = gradient.contiguous().view(-1)
@@ -239,6 +258,19 @@ class OffloadAdamW(torch.optim.Optimizer):
                 self._update_unit(unit, self._go_if_finite())
         elif self._overlap:
             self._send_down(index, flat)
+
+    def _refuse_misuse(self, index: int, unit: _Unit) -> None:
+        """Two mistakes that would train quietly in a wrong way."""
+        if index in self._seen:
+            raise RecipeError(
+                "a second backward before step()",
+                remedy="Put `with optimizer.accumulate():` around the backward of every micro-batch but the last.",
+            )
+        if unit.updates:
+            raise RecipeError(
+                f"the weights of {type(unit.module).__name__} are used without calling that module",
+                remedy="Name the module that is called instead, with units=[...].",
+            )
 
     def _go_if_finite(self) -> Tensor:
         """Coefficients that stop the update once a gradient of this step was not finite.
@@ -268,6 +300,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for unit in self._units:  # gradients that came in accumulate() only, as those of an expert may
+            for index in unit.parameters:
+                if index not in self._seen and self._parameters[index].grad is not None:
+                    self._gradient_final(index, unit)
         if not self._open:  # no gradient arrived: nothing to do, as in torch
             return loss
         if self.schedule == "after-norm":
@@ -281,14 +317,17 @@ class OffloadAdamW(torch.optim.Optimizer):
                 self._update_unit(unit, coefficients)
         self._scalars.advance(self.param_groups, taken)
         self.report = StepReport(norm, taken, main_mark(self._device))
-        for unit in self._units:
-            unit.waiting = len(unit.parameters)
-        self._open, self._coefficients = False, None
-        self._final.clear()
-        self._sent.clear()
+        self._forget_step()
         if not self._overlap:
             self.synchronize()
         return loss
+
+    def _forget_step(self) -> None:
+        for unit in self._units:
+            unit.waiting = len(unit.parameters)
+        self._open, self._coefficients = False, None
+        for collected in (self._final, self._sent, self._seen):
+            collected.clear()
 
     def _update_unit(self, unit: _Unit, coefficients: Tensor) -> None:
         rows = self._on_host(coefficients)
@@ -323,6 +362,8 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Zeroing them in place must first wait for the updates that still read them."""
+        if self._open:  # a backward without step(): its gradients are not wanted
+            self._forget_step()
         if not set_to_none:
             self.synchronize()
         super().zero_grad(set_to_none)
@@ -373,6 +414,16 @@ class OffloadAdamW(torch.optim.Optimizer):
         return {name: torch.cat(column).view(p.shape) for name, column in zip(names, columns, strict=True)}
 
     @torch.no_grad()
+    def _weights_were_set(self) -> None:
+        """Someone loaded weights into the model: they are the masters now, and what was rounded off before is void."""
+        self.synchronize()
+        for chunks, p in zip(self._chunks, self._parameters, strict=True):
+            if p.dtype is torch.bfloat16:
+                for chunk in chunks:
+                    chunk.view(self._home_of[chunk].state(chunk)).remainder.zero_()
+        self._start_from([None] * len(self._parameters))
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take everything back, weights included: the working weight is the rounded master."""
         self.synchronize()
@@ -380,10 +431,11 @@ class OffloadAdamW(torch.optim.Optimizer):
             group.update(saved)
         self._scalars.steps = state_dict["steps"].to(self._device)
         self._scalars.powers = state_dict["powers"].to(self._device)
-        for index, entry in enumerate(state_dict["state"]):
-            p = self._parameters[index]
+        self._forget_step()
+        for p, chunks, entry in zip(self._parameters, self._chunks, state_dict["state"], strict=True):
+            assert all(tensor.shape == p.shape for tensor in entry.values()), "the state is of another model"
             flat = {name: tensor.reshape(-1) for name, tensor in entry.items()}
-            for chunk in self._chunks[index]:
+            for chunk in chunks:
                 view = chunk.view(self._home_of[chunk].state(chunk))
                 master = chunk.of(flat["master"])
                 weight, remainder = split(master) if p.dtype is torch.bfloat16 else (master, view.remainder)

@@ -49,7 +49,8 @@ class Console:
         self.say(line)
 
     def summary(self, summary: Summary) -> None:
-        """The end of a run."""
+        """The end of a run, which is said even to who wants quiet."""
+        self.rich.quiet = False
         rows = [
             ("steps", f"{summary.steps:,}" + (f" ({summary.skipped_steps} skipped)" if summary.skipped_steps else "")),
             ("loss", f"{summary.loss_first:.4f} at the first step, {summary.loss_last:.4f} at the last"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from penstock.engine import StepResult
 
@@ -106,7 +108,7 @@ class Metrics:
 
     def _settle(self) -> None:
         facts, result = self._pending.pop(0)
-        loss, grad_norm, skipped = float(result.loss), float(result.grad_norm), bool(result.skipped)
+        loss, grad_norm, skipped = result.loss, result.grad_norm, result.skipped
         seconds = time.perf_counter() - self._clock
         self.start_clock()
         row = StepRow(
@@ -118,4 +120,13 @@ class Metrics:
 
     def _append(self, name: str, row: StepRow | EvalRow) -> None:
         with (self._run_dir / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+            file.write(to_json(row) + "\n")
+
+
+def to_json(record: Any) -> str:
+    """A dataclass as one line of JSON, which has no NaN: a number that is not finite is null."""
+    return json.dumps(dataclasses.asdict(record, dict_factory=_without_nan))
+
+
+def _without_nan(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in items}
