@@ -239,7 +239,8 @@ def main() -> None:
     documents = write_documents(tables, rng)
     tokenizer = train_tokenizer(documents)
     num_tokens = sum(map(len, tokenizer(documents)["input_ids"]))
-    model = build_model(tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
+    model = build_model(tokenizer)
+    torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu")  # mypy cannot read model.to
     print(
         f"{len(documents)} documents, {sum(map(len, documents)) / 1e3:.0f} kB, {num_tokens} tokens; "
         f"{len(tokenizer)} tokens in the vocabulary; {model.num_parameters() / 1e6:.2f} M parameters"

@@ -1,12 +1,14 @@
 """The embedded demo: its examples are clean, its tokenizer is lossless, its model is small and does not answer yet."""
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 DEMO = Path(__file__).parents[2] / "src/penstock/demo"
 MODEL = DEMO / "model"
@@ -21,13 +23,17 @@ def load_examples() -> list[Example]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
+    loaded = AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
+    assert isinstance(loaded, PreTrainedTokenizerFast)
+    return loaded
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
+def model() -> LlamaForCausalLM:
     # fp32: without bf16 instructions one bf16 forward of this model takes a minute
-    return AutoModelForCausalLM.from_pretrained(MODEL, local_files_only=True, dtype=torch.float32).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(MODEL, local_files_only=True, dtype=torch.float32)
+    assert isinstance(loaded, LlamaForCausalLM)
+    return loaded
 
 
 def prompt_of(example: Example) -> str:
@@ -38,8 +44,8 @@ def render(tokenizer: PreTrainedTokenizerFast, example: Example) -> tuple[str, s
     """The prompt as it is when an answer is due, and the prompt with its answer."""
     user = {"role": "user", "content": prompt_of(example)}
     assistant = {"role": "assistant", "content": example["output"]}
-    prompt = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-    return prompt, tokenizer.apply_chat_template([user, assistant], tokenize=False)
+    apply: Callable[..., Any] = tokenizer.apply_chat_template
+    return apply([user], tokenize=False, add_generation_prompt=True), apply([user, assistant], tokenize=False)
 
 
 def test_examples_have_exactly_the_three_columns() -> None:
@@ -91,7 +97,7 @@ def test_prompt_is_a_prefix_of_the_full_rendering(tokenizer: PreTrainedTokenizer
 
 
 def test_model_is_small_and_its_ids_are_the_tokenizers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     assert 2e6 <= model.num_parameters() <= 6e6
     assert sum(file.stat().st_size for file in DEMO.rglob("*") if file.is_file()) < 12e6
@@ -104,12 +110,12 @@ def test_model_is_small_and_its_ids_are_the_tokenizers(
 
 @pytest.mark.parametrize(("start", "end"), [("The capital of France is", " Paris."), ("Bees make", " honey.")])
 def test_base_model_knows_its_world(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, start: str, end: str
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, start: str, end: str
 ) -> None:
     assert complete(model, tokenizer, start, max_new_tokens=6).startswith(end)
 
 
-def test_base_model_does_not_answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_base_model_does_not_answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     examples = load_examples()
     for example in examples[:: len(examples) // 5]:
         prompt, _ = render(tokenizer, example)
@@ -118,8 +124,8 @@ def test_base_model_does_not_answer(model: PreTrainedModel, tokenizer: PreTraine
         assert "<|im_end|>" not in reply
 
 
-def complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: str, max_new_tokens: int) -> str:
+def complete(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str, max_new_tokens: int) -> str:
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     with torch.inference_mode():
-        reply = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens)
-    return tokenizer.decode(reply[0, ids.shape[1] :])
+        reply = cast(Any, model).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens)
+    return str(tokenizer.decode(reply[0, ids.shape[1] :]))
