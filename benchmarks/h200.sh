@@ -10,7 +10,7 @@ export PYTHONPATH=src:build/pkgs PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expa
 [ -d .gpu-wheels ] && pip install -q --no-index --no-deps --target build/pkgs .gpu-wheels/*.whl > "$OUT/pip.log" 2>&1
 suffix=$(python3 -c 'import importlib.machinery as m; print(m.EXTENSION_SUFFIXES[0])')
 gcc -O3 -ffp-contract=off -fno-math-errno -shared -fPIC -o "src/penstock/offload/_host_kernel$suffix" \
-  src/penstock/offload/host_kernel.c -lm || exit 1
+  src/penstock/offload/host_*.c -lm -lpthread || exit 1
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv > "$OUT/machine.txt"
 lscpu | grep -E 'Model name|^CPU\(s\)|NUMA node' >> "$OUT/machine.txt"
 free -g | head -2 >> "$OUT/machine.txt"

@@ -3,22 +3,21 @@
 import json
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from penstock.hardware import available_host_bytes, usable_cores
 from penstock.offload.arena import Arena
-from penstock.offload.homes import HOST_PART
-from penstock.offload.kernels import NUM_COEFFICIENTS, StateView, adamw_
+from penstock.offload.kernels import NUM_COEFFICIENTS, StateView
+from penstock.offload.pool import Pool
 from penstock.offload.rates import measure_rates
 
 
 def arena_rate() -> dict[str, float]:
     num_bytes = min(70 * 10**9, int(available_host_bytes() * 0.7))
     start = time.perf_counter()
-    arena = Arena(num_bytes, pinned=torch.cuda.is_available())
+    arena = Arena(num_bytes, pinned=torch.cuda.is_available(), cores=usable_cores())
     seconds = time.perf_counter() - start
     arena.close()
     return {"arena_gb": num_bytes / 1e9, "arena_ready_s": seconds, "arena_gb_per_s": num_bytes / 1e9 / seconds}
@@ -45,12 +44,9 @@ def kernel_rates(n: int) -> dict[str, float]:
     state = StateView(torch.zeros(n, dtype=torch.int16), torch.zeros(n), torch.zeros(n))
     coefficients = torch.full((NUM_COEFFICIENTS,), 0.5)
 
-    def part(start: int) -> None:
-        s = slice(start, min(start + HOST_PART, n))
-        adamw_(weight[s], gradient[s], StateView(state.remainder[s], state.first[s], state.second[s]), coefficients)
-
-    with ThreadPoolExecutor(len(cores)) as pool:
-        ours = best_seconds(lambda: list(pool.map(part, range(0, n, HOST_PART))))
+    pool = Pool(cores)
+    ours = best_seconds(lambda: pool.adamw_(weight, gradient, state, coefficients))
+    pool.close()
     return {
         "cores": len(cores),
         "torch_fused_params_per_s": n / theirs,

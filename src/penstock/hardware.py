@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.errors import RecipeError
 
@@ -43,6 +43,31 @@ def describe(device: torch.device) -> str:
 def usable_cores() -> list[int]:
     """Cores that this process may run on."""
     return sorted(os.sched_getaffinity(0))
+
+
+def near_cores(device: torch.device) -> list[int]:
+    """Usable cores of the NUMA node that the GPU hangs on, or all usable ones where that is not known."""
+    usable = usable_cores()
+    if device.type != "cuda":
+        return usable
+    import torch
+
+    properties: Any = torch.cuda.get_device_properties(device)
+    try:
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        near = parse_cores((PCI_DEVICES / address / "local_cpulist").read_text(encoding="ascii"))
+    except (AttributeError, OSError, ValueError):
+        return usable
+    return [core for core in usable if core in near] or usable
+
+
+def parse_cores(text: str) -> set[int]:
+    """The kernel's way of writing a set of cores: 0-3,8,10-11."""
+    ranges = (part.split("-") for part in text.strip().split(",") if part)
+    return {core for first, *last in ranges for core in range(int(first), int(last[0] if last else first) + 1)}
+
+
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def available_host_bytes() -> int:

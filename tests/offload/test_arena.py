@@ -6,7 +6,7 @@ from penstock.offload.arena import ALIGNMENT, Arena, padded
 
 
 def test_pieces_are_aligned_exact_and_apart():
-    arena = Arena(padded(1000) + padded(7), pinned=False)
+    arena = Arena(padded(1000) + padded(7), pinned=False, cores=[0])
     a, b = arena.cut(1000), arena.cut(7)
     assert (len(a), len(b)) == (1000, 7)
     assert b.data_ptr() - a.data_ptr() == padded(1000)
@@ -21,7 +21,7 @@ def test_pieces_are_aligned_exact_and_apart():
 def test_too_much_memory_is_refused_with_bytes(monkeypatch):
     monkeypatch.setattr("penstock.offload.arena.available_host_bytes", lambda: 2**30)
     with pytest.raises(DoesNotFit, match=r"needs 3\.0 GiB of host memory, 1\.0 are available"):
-        Arena(3 * 2**30, pinned=False)
+        Arena(3 * 2**30, pinned=False, cores=[0])
 
 
 @pytest.mark.gpu
@@ -29,7 +29,7 @@ def test_a_pinned_arena_copies_and_is_given_back():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU on this machine")
     for _ in range(2):
-        arena = Arena(2**28, pinned=True)
+        arena = Arena(2**28, pinned=True, cores=[0])
         piece = arena.cut(2**28)
         assert piece.is_pinned()
         piece.copy_(torch.arange(2**28, device="cuda").to(torch.uint8))

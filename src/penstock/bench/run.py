@@ -142,7 +142,7 @@ def _measure(
     try:
         engine = NativeEngine(model, case.recipe, say)  # type: ignore[arg-type]
         step_s = _time_steps(engine, batches, steps)
-        homes = engine.optimizer.describe()
+        homes = f"{engine.optimizer.describe()}; {_lanes(engine, batches)}"
         return case.row("penstock", step_s=step_s, floor_s=floor_s, homes=homes)
     except (UserError, torch.OutOfMemoryError) as error:
         return case.row("penstock", step_s=None, floor_s=floor_s, error=str(error).splitlines()[0])
@@ -154,6 +154,21 @@ def _measure(
         if case.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(case.device)
+
+
+def _lanes(engine: NativeEngine, batches: list[MicroBatch]) -> str:
+    """How long each lane was busy in a step, and how long the model waited for them."""
+    trained = sum(batch.num_trained for batch in batches)
+    tape = engine.optimizer.tape
+    tape.start()
+    for _ in range(2):
+        engine.begin(1e-5)
+        for number, batch in enumerate(batches, start=1):
+            engine.accumulate(batch, trained, last=number == len(batches))
+        engine.step()
+    spans = tape.stop()
+    names = sorted({span.lane for span in spans})
+    return ", ".join(f"{name} {sum(s.end - s.start for s in spans if s.lane == name) / 2:.3f}" for name in names)
 
 
 def _time_floor(packed: PackedModel, batches: list[MicroBatch], steps: int) -> float:

@@ -48,8 +48,9 @@ class NativeEngine:
         self.packed = PackedModel(model, recipe)
         trial = try_once(self.packed, recipe)
         if trial.activation_bytes:
-            say(f"a micro-batch: {trial.activation_bytes / 1e9:.1f} GB of activations, {trial.forward_seconds:.3f} s "
-                f"forward, {trial.backward_seconds:.3f} s backward")  # fmt: skip
+            say(f"a micro-batch: {trial.activation_bytes / 1e9:.1f} GB of activations, with gradients "
+                f"{trial.kept_bytes / 1e9:.1f} GB; {trial.forward_seconds:.3f} s forward, "
+                f"{trial.backward_seconds:.3f} s backward")  # fmt: skip
         self.optimizer = OffloadAdamW(
             model,
             lr=recipe.lr,
@@ -59,6 +60,8 @@ class NativeEngine:
             params=decay_groups(model, recipe.weight_decay),
             units=self.packed.units.layers,
             activation_bytes=trial.activation_bytes,
+            kept_bytes=trial.kept_bytes,
+            accumulates=recipe.rows_at_once < recipe.batch_size,
             hidden_seconds=trial.forward_seconds if recipe.max_grad_norm else trial.backward_seconds,
             working_dtype=torch.bfloat16 if recipe.dtype == "bf16" else None,
         )
@@ -105,34 +108,51 @@ class NativeEngine:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one full micro-batch takes, gradients not counted."""
+    """What one full micro-batch takes beside the weights."""
 
     activation_bytes: int
+    """The most at any time, if every gradient is dropped as soon as it is there."""
+    kept_bytes: int
+    """The most at any time, with the gradients kept: less than both sums, as activations go while gradients come."""
     forward_seconds: float
     backward_seconds: float
 
 
 def try_once(packed: PackedModel, recipe: Recipe) -> Trial:
-    """One forward and backward of a full micro-batch, to see what activations need before state takes the rest."""
+    """Forward and backward of a full micro-batch, to see what they need before state takes the rest."""
     if packed.device.type != "cuda":
-        return Trial(0, 0.0, 0.0)
+        return Trial(0, 0, 0.0, 0.0)
     batch = full_batch(recipe.rows_at_once, recipe.max_length, packed.model.config.get_text_config().vocab_size)
-    hooks = [p.register_post_accumulate_grad_hook(drop_gradient) for p in packed.model.parameters()]
+    parameters = [p for p in packed.model.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(drop_gradient) for p in parameters]
     before = torch.cuda.memory_allocated(packed.device)
-    for _ in range(2):  # the first also compiles kernels and makes workspaces
-        torch.cuda.reset_peak_memory_stats(packed.device)
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        marks[0].record()
-        loss = packed.loss_sum(batch)
-        marks[1].record()
-        loss.backward()
-        marks[2].record()
-        del loss
+
+    def peak() -> int:
         torch.cuda.synchronize(packed.device)
-    for hook in hooks:
-        hook.remove()
+        return torch.cuda.max_memory_allocated(packed.device) - before
+
+    try:
+        for _ in range(2):  # the first also compiles kernels and makes workspaces
+            torch.cuda.reset_peak_memory_stats(packed.device)
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            marks[0].record()
+            loss = packed.loss_sum(batch)
+            marks[1].record()
+            loss.backward()
+            marks[2].record()
+            del loss
+            activation_bytes = peak()
+    finally:
+        for hook in hooks:
+            hook.remove()
     forward, backward = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
-    return Trial(torch.cuda.max_memory_allocated(packed.device) - before, forward, backward)
+    kept_bytes = activation_bytes + sum(p.numel() * p.itemsize for p in parameters)
+    if kept_bytes < torch.cuda.mem_get_info(packed.device)[0]:
+        torch.cuda.reset_peak_memory_stats(packed.device)
+        packed.loss_sum(batch).backward()
+        kept_bytes = peak()
+        packed.model.zero_grad()
+    return Trial(activation_bytes, kept_bytes, forward, backward)
 
 
 def full_batch(rows: int, length: int, vocab_size: int) -> MicroBatch:

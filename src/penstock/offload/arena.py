@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from penstock.errors import DoesNotFit
-from penstock.hardware import available_host_bytes, usable_cores
+from penstock.hardware import available_host_bytes
 
 ALIGNMENT = 256
 TOUCH_BYTES = 256 * 2**20
@@ -24,7 +26,7 @@ TOUCH_BYTES = 256 * 2**20
 class Arena:
     """One allocation from which chunks are cut. `close` gives it back; until then its tensors stay valid."""
 
-    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
+    def __init__(self, num_bytes: int, *, pinned: bool, cores: Sequence[int]) -> None:
         self.num_bytes = max(num_bytes, ALIGNMENT)
         available = available_host_bytes()
         if self.num_bytes > available:
@@ -36,7 +38,7 @@ class Arena:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapped.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to fault and to register
         self._memory: Tensor | None = torch.frombuffer(mapped, dtype=torch.uint8)
-        self._touch()
+        self._touch(cores)
         if pinned:
             self._register()
         self._unpin = weakref.finalize(self, _unregister, self._memory.data_ptr()) if pinned else None
@@ -56,12 +58,12 @@ class Arena:
             self._unpin()
         self._memory = None  # unmapped with the last tensor that was cut from it
 
-    def _touch(self) -> None:
-        """Fault every page from several threads, so that it is there before it is registered."""
+    def _touch(self, cores: Sequence[int]) -> None:
+        """Fault every page from several threads before it is registered. Pages go to the NUMA node of `cores`."""
         assert self._memory is not None
         start = self._memory.data_ptr()
         parts = range(0, self.num_bytes, TOUCH_BYTES)
-        with ThreadPoolExecutor(max(1, len(usable_cores()))) as pool:
+        with ThreadPoolExecutor(len(cores), initializer=os.sched_setaffinity, initargs=(0, cores)) as pool:
             for part in parts:
                 pool.submit(ctypes.memset, start + part, 0, min(TOUCH_BYTES, self.num_bytes - part))
 

@@ -11,35 +11,22 @@ from penstock.hardware import available_host_bytes
 from penstock.offload.rates import measure_rates
 from penstock.plan.place import Need, Placement, Room, place
 
-GPU_RESERVE = 3 * 2**30
-"""Left free on the GPU: fragments of the allocator, kernels' workspaces, and the little that a trial does not see."""
+GPU_RESERVE = 5 * 2**30
+"""Left free on the GPU: fragments, workspaces, and gradients that the host, running ahead, has let go and the device
+has not. With less, the allocator waits for the device to get its memory back, and the host is ahead no longer."""
 HOST_RESERVE = 6 * 2**30
 """Left free on the host: the data, the page cache of a checkpoint being written, everything else that runs."""
 
 
-def choose_homes(
-    parameters: Sequence[torch.Tensor],
-    device: torch.device,
-    *,
-    gradients_kept: bool,
-    activation_bytes: int,
-    staging_bytes: int,
-    hidden_seconds: float,
-    cores: Sequence[int],
-) -> Placement:
+def choose_homes(need: Need, device: torch.device, *, staging_bytes: int, cores: Sequence[int]) -> Placement:
     """The placement for what is free now. Weights are allocated already; gradients and activations are not."""
-    num_params = sum(p.numel() for p in parameters)
-    weight_bytes = sum(p.numel() * p.itemsize for p in parameters)
-    state_bytes = sum(p.numel() * (10 if p.dtype is torch.bfloat16 else 8) for p in parameters)
     if device.type != "cuda":
-        return Placement(num_params, 0, 0, 0.0)
+        return Placement(need.num_params, 0, 0, 0.0)
     free = torch.cuda.mem_get_info(device)[0]
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    taken = activation_bytes + GPU_RESERVE + (weight_bytes if gradients_kept else 0)
-    need = Need(num_params, state_bytes / num_params, weight_bytes / num_params, gradients_kept, hidden_seconds)
-    room = Room(free + cached - taken, available_host_bytes() - HOST_RESERVE)
-    if room.gpu_bytes >= state_bytes:
-        return Placement(num_params, 0, 0, 0.0)
+    room = Room(free + cached - GPU_RESERVE, available_host_bytes() - HOST_RESERVE)
+    if room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes:
+        return Placement(need.num_params, 0, 0, 0.0)
     room = Room(room.gpu_bytes - staging_bytes, room.host_bytes)
     placement = place(need, room, measure_rates(device, cores))
     if placement is None:
@@ -49,7 +36,8 @@ def choose_homes(
 
 def _shortage(need: Need, room: Room) -> str:
     gib = 2**30
+    left = room.gpu_bytes - need.passing_bytes(need.num_params)
     return (
         f"optimizer state needs {need.num_params * need.state_bytes / gib:.1f} GiB; beside weights, gradients and "
-        f"activations the GPU has {max(0.0, room.gpu_bytes) / gib:.1f} left, and the host {room.host_bytes / gib:.1f}"
+        f"activations the GPU has {max(0.0, left) / gib:.1f} left, and the host {room.host_bytes / gib:.1f}"
     )

@@ -4,12 +4,13 @@
 `stream`: state lies in an arena; a chunk travels in, is updated by the same kernel, and travels out: one copy each way.
 `host`: state lies in an arena and is updated there by CPU threads; the gradient comes down, the weight goes up.
 
-A queue to another process was rejected for `host`: it needs a second copy of every tensor and loses the pinning. The C
-kernel releases the interpreter lock, so threads do.
+A queue to another process was rejected for `host`: it needs a second copy of every tensor and loses the pinning.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,12 +21,11 @@ from torch import Tensor
 
 from penstock.offload.arena import Arena, padded
 from penstock.offload.kernels import StateView, adamw_
-from penstock.offload.lanes import Lane, Mark, main_mark
+from penstock.offload.lanes import Lane, Mark, Tape, main_mark
+from penstock.offload.pool import Pool
 
 NUM_SLOTS = 4
 """Staging slots of `stream`: one arriving, one updating, one leaving, one to absorb jitter."""
-HOST_PART = 1 << 20
-"""Elements that one thread updates in one call of the C kernel: a few milliseconds, so little waiting at the end."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,38 @@ class Chunk:
         return flat[self.start : self.start + self.size]
 
 
+@dataclass(frozen=True)
+class Coefficients:
+    """The scalars of one group in one step, on the device, and on the host once `on_host` is passed."""
+
+    device: Tensor
+    host: Tensor
+    on_host: Mark
+
+
+@dataclass(frozen=True)
+class Update:
+    """One chunk's update in one step. `weight` and `gradient` are the chunk's flat slices on the device."""
+
+    chunk: Chunk
+    weight: Tensor
+    gradient: Tensor | None
+    """None if it was sent down and is no longer on the device."""
+    coefficients: Coefficients
+    ready: Mark
+    """The point after which the model neither writes the gradient nor reads the weight."""
+
+
 class Home(Protocol):
-    """Where chunks live. `weight` and `gradient` are the chunk's flat slices on the device."""
+    """Where chunks live."""
 
     name: str
 
     def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
         """The gradient will not change any more in this step."""
 
-    def update(self, chunk: Chunk, weight: Tensor, gradient: Tensor | None, coefficients: Coefficients) -> Future[Mark]:
-        """Enqueue the update. The result is the mark after which the weight may be read."""
+    def update(self, update: Update) -> Future[Mark]:
+        """Have the update made. The result is the mark after which the weight may be read."""
 
     def state(self, chunk: Chunk) -> Tensor:
         """The chunk's bytes where they lie, to be read or written while no update is under way."""
@@ -74,40 +96,23 @@ class Home(Protocol):
         """Give everything back."""
 
 
-@dataclass(frozen=True)
-class Coefficients:
-    """The scalars of one group in one step, on the device, and on the host once `on_host` is passed."""
-
-    device: Tensor
-    host: Tensor
-    on_host: Mark
-
-
-def finished(mark: Mark) -> Future[Mark]:
-    """A future that is done already."""
-    future: Future[Mark] = Future()
-    future.set_result(mark)
-    return future
-
-
 class ResidentHome:
     """`gpu`: state beside the weights."""
 
     name = "gpu"
 
-    def __init__(self, chunks: Sequence[Chunk], device: torch.device, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, chunks: Sequence[Chunk], device: torch.device, tape: Tape) -> None:
+        self._lane = Lane("update", device, tape, urgent=True)
         self._state = {c: torch.zeros(c.state_bytes, dtype=torch.uint8, device=device) for c in chunks}
 
     def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
         """It is where it is needed."""
 
-    def update(self, chunk: Chunk, weight: Tensor, gradient: Tensor | None, coefficients: Coefficients) -> Future[Mark]:
-        """Update in place, on the update lane."""
-        assert gradient is not None
-        with self._lane:
-            adamw_(weight, gradient, chunk.view(self._state[chunk]), coefficients.device)
-        return finished(self._lane.mark())
+    def update(self, update: Update) -> Future[Mark]:
+        """Update in place."""
+        future: Future[Mark] = Future()
+        future.set_result(_update_on_device(self._lane, update, self._state[update.chunk]))
+        return future
 
     def state(self, chunk: Chunk) -> Tensor:
         """On the device."""
@@ -121,56 +126,92 @@ class ResidentHome:
         self._state.clear()
 
 
+def _update_on_device(lane: Lane, update: Update, state: Tensor) -> Mark:
+    """Enqueue the kernel on `lane`; `state` is on the device."""
+    assert update.gradient is not None, "only host chunks send their gradients away"
+    lane.wait(update.ready)  # backward is still writing gradients and reading weights
+    with lane.work():
+        adamw_(update.weight, update.gradient, update.chunk.view(state), update.coefficients.device)
+    lane.uses(update.gradient)  # or its memory could go to the next layer's backward while the lane still reads it
+    return lane.mark()
+
+
 class StreamHome:
-    """`stream`: state in an arena, updated on the device in one of a few staging slots."""
+    """`stream`: state in an arena, updated on the device in one of a few staging slots.
+
+    A thread gives the copies to the device, each only when its slot is free. Enqueueing all of them at once was
+    rejected: the copies of one direction, whatever their stream, are made in the order in which they were enqueued, so
+    that a copy waiting for its slot would hold up the next batch and the weights of `host`.
+    """
 
     name = "stream"
 
-    def __init__(self, chunks: Sequence[Chunk], device: torch.device, update_lane: Lane) -> None:
-        self._arena = Arena(sum(padded(c.state_bytes) for c in chunks), pinned=device.type == "cuda")
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        device: torch.device,
+        tape: Tape,
+        *,
+        cores: Sequence[int],
+        most_waiting: int = 0,
+    ) -> None:
+        self._arena = Arena(sum(padded(c.state_bytes) for c in chunks), pinned=device.type == "cuda", cores=cores)
         self._state = {c: self._arena.cut(c.state_bytes) for c in chunks}
         slot_bytes = max((c.state_bytes for c in chunks), default=0)
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
         self._free = [main_mark(device)] * NUM_SLOTS
-        self._in, self._update, self._out = Lane(device), update_lane, Lane(device)
-        self._home: dict[Chunk, Mark] = {}
+        self._in, self._out = Lane("in", device, tape), Lane("out", device, tape)
+        self._lane = Lane("update", device, tape, urgent=True)
         self._turn = 0
+        self._order = ThreadPoolExecutor(1, "penstock-stream")
+        self._most_waiting = most_waiting
+        self._waiting: deque[Future[Mark]] = deque()
 
     def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
         """It is where it is needed."""
 
-    def update(self, chunk: Chunk, weight: Tensor, gradient: Tensor | None, coefficients: Coefficients) -> Future[Mark]:
+    def update(self, update: Update) -> Future[Mark]:
+        """Queue the chunk for the thread; with `most_waiting`, not before the queue is that short."""
+        future = self._order.submit(self._update_now, update)
+        if self._most_waiting:
+            self._waiting.append(future)
+            if len(self._waiting) > self._most_waiting:
+                self._waiting.popleft().result()
+        return future
+
+    @torch.no_grad()
+    def _update_now(self, update: Update) -> Mark:
         """In, update, out, each on its lane; the lanes of different chunks overlap."""
-        assert gradient is not None
         turn, self._turn = self._turn % len(self._slots), self._turn + 1
-        slot, home = self._slots[turn][: chunk.state_bytes], self._state[chunk]
-        self._in.wait(self._free[turn])  # or the chunk would land on one that has not left yet
-        self._in.wait(self._home.get(chunk, Mark()))  # or it would set out again before it came home
-        with self._in:
+        slot, home = self._slots[turn][: update.chunk.state_bytes], self._state[update.chunk]
+        self._free[turn].wait_on_host()  # or the chunk would land on one that has not left yet
+        with self._in.work():
             slot.copy_(home, non_blocking=True)
-        self._update.wait(self._in.mark())  # or the kernel would read what was in the slot before
-        with self._update:
-            adamw_(weight, gradient, chunk.view(slot), coefficients.device)
-        updated = self._update.mark()
+        self._lane.wait(self._in.mark())  # or the kernel would read what was in the slot before
+        updated = _update_on_device(self._lane, update, slot)
         self._out.wait(updated)  # or old state would travel home
-        with self._out:
+        with self._out.work():
             home.copy_(slot, non_blocking=True)
-        self._free[turn] = self._home[chunk] = self._out.mark()
-        return finished(updated)
+        self._free[turn] = self._out.mark()
+        return updated
 
     def state(self, chunk: Chunk) -> Tensor:
         """In the arena, once everything is home."""
+        self._come_home()
+        return self._state[chunk]
+
+    def _come_home(self) -> None:
+        self._order.submit(lambda: None).result()
         for mark in self._free:
             mark.wait_on_host()
-        return self._state[chunk]
 
     def weight_was_set(self, chunk: Chunk, weight: Tensor) -> None:
         """There is no second copy of it."""
 
     def close(self) -> None:
         """Let the last chunk come home, then free slots and arena."""
-        for mark in self._free:
-            mark.wait_on_host()
+        self._come_home()
+        self._order.shutdown()
         self._state.clear()
         self._slots.clear()
         self._arena.close()
@@ -190,15 +231,15 @@ class HostHome:
 
     name = "host"
 
-    def __init__(self, chunks: Sequence[Chunk], device: torch.device, *, cores: Sequence[int]) -> None:
-        self._device, self._mirrored = device, device.type == "cuda"
+    def __init__(self, chunks: Sequence[Chunk], device: torch.device, tape: Tape, *, cores: Sequence[int]) -> None:
+        self._device, self._mirrored, self._tape = device, device.type == "cuda", tape
         itemsize = {c: c.dtype.itemsize if self._mirrored else 0 for c in chunks}
         total = sum(padded(c.state_bytes) + 2 * padded(c.size * itemsize[c]) for c in chunks)
-        self._arena = Arena(total, pinned=self._mirrored)
+        self._arena = Arena(total, pinned=self._mirrored, cores=cores)
         self._copies = {c: self._place(c) for c in chunks}
-        self._down, self._up = Lane(device), Lane(device)
+        self._down, self._up = Lane("down", device, tape), Lane("up", device, tape)
         self._arrived: dict[Chunk, Mark] = {}
-        self._threads = ThreadPoolExecutor(max(1, len(cores)), "penstock-adam")
+        self._pool = Pool(cores)
         self._order = ThreadPoolExecutor(1, "penstock-host")  # takes chunks in the order given, one after another
 
     def _place(self, chunk: Chunk) -> _HostCopy:
@@ -213,41 +254,32 @@ class HostHome:
         landing = self._copies[chunk].gradient
         if landing is not None:
             self._down.wait(main_mark(self._device))  # backward is still writing it
-            with self._down:
+            with self._down.work():
                 landing.copy_(gradient, non_blocking=True)
             self._down.uses(gradient)  # or the allocator would give its memory to the next layer in mid-copy
             self._arrived[chunk] = self._down.mark()
 
-    def update(self, chunk: Chunk, weight: Tensor, gradient: Tensor | None, coefficients: Coefficients) -> Future[Mark]:
+    def update(self, update: Update) -> Future[Mark]:
         """Queue the chunk for the threads; they take it when its gradient and the scalars are there."""
-        self._up.wait(main_mark(self._device))  # or a weight could change under a backward that still reads it
-        arrived = self._arrived.pop(chunk, Mark())
-        # What was sent down is not kept on the GPU until the threads come to it.
-        return self._order.submit(
-            self._update_now, chunk, weight, None if self._mirrored else gradient, coefficients, arrived
-        )
+        arrived = self._arrived.pop(update.chunk, Mark())
+        if self._mirrored:  # what was sent down is not kept on the GPU until the threads come to it
+            update = dataclasses.replace(update, gradient=None)
+        return self._order.submit(self._update_now, update, arrived)
 
-    def _update_now(
-        self, chunk: Chunk, weight: Tensor, gradient: Tensor | None, coefficients: Coefficients, arrived: Mark
-    ) -> Mark:
-        copy = self._copies[chunk]
-        host_weight = weight if copy.weight is None else copy.weight
-        host_gradient = gradient if copy.gradient is None else copy.gradient
-        assert host_gradient is not None, "a gradient is on the device, or was sent down"
+    @torch.no_grad()
+    def _update_now(self, update: Update, arrived: Mark) -> Mark:
+        copy, coefficients = self._copies[update.chunk], update.coefficients
+        weight = update.weight if copy.weight is None else copy.weight
+        gradient = update.gradient if copy.gradient is None else copy.gradient
+        assert gradient is not None, "a gradient is on the device, or was sent down"
         arrived.wait_on_host()
         coefficients.on_host.wait_on_host()
-        state = chunk.view(copy.state)
-
-        def update_part(start: int) -> None:
-            part = slice(start, min(start + HOST_PART, chunk.size))
-            own = StateView(state.remainder[part], state.first[part], state.second[part])
-            adamw_(host_weight[part], host_gradient[part], own, coefficients.host)
-
-        for _ in self._threads.map(update_part, range(0, chunk.size, HOST_PART)):
-            pass
+        with self._tape.on_host("cpu"):
+            self._pool.adamw_(weight, gradient, update.chunk.view(copy.state), coefficients.host)
+        self._up.wait(update.ready)  # or the weight could change under a backward that still reads it
         if copy.weight is not None:
-            with self._up:
-                weight.copy_(copy.weight, non_blocking=True)
+            with self._up.work():
+                update.weight.copy_(copy.weight, non_blocking=True)
         return self._up.mark()
 
     def state(self, chunk: Chunk) -> Tensor:
@@ -264,6 +296,6 @@ class HostHome:
     def close(self) -> None:
         """Stop the threads, free the arena."""
         self._order.shutdown()
-        self._threads.shutdown()
+        self._pool.close()
         self._copies.clear()
         self._arena.close()

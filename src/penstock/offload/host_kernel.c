@@ -32,7 +32,7 @@
 #define DENORMALS_BACK
 #endif
 
-/* The scalars of one step, rounded to fp32 once by the caller. Must match `Coefficients` in kernels.py. */
+/* The scalars of one step, rounded to fp32 once by the caller. Must match the columns in kernels.py. */
 typedef struct {
     float scale;      /* clip coefficient */
     float beta1, one_minus_beta1;
@@ -90,6 +90,27 @@ CLONES void adamw_fp32(float *restrict weight, const float *restrict gradient, f
         second[i] = v;
     }
     DENORMALS_BACK
+}
+
+/* What an update works on. Must match `_Job` in pool.py. */
+typedef struct {
+    uint16_t *remainder;
+    float *first, *second;
+    void *weight;
+    const void *gradient;
+    const coefficients *scalars;
+    int32_t is_bf16;
+} job;
+
+/* Update elements [start, end) of a job: the form in which a pool of threads calls. */
+void adamw_range(const job *j, int64_t start, int64_t end) {
+    int64_t n = end - start;
+    float *first = j->first + start, *second = j->second + start;
+    if (j->is_bf16)
+        adamw_bf16((uint16_t *)j->weight + start, (const uint16_t *)j->gradient + start, j->remainder + start, first,
+                   second, n, j->scalars);
+    else
+        adamw_fp32((float *)j->weight + start, (const float *)j->gradient + start, first, second, n, j->scalars);
 }
 
 /* Sum of squares with a fixed tree: each span of 64 rows of 1024 lanes is added row by row into its lanes, then the

@@ -1,4 +1,4 @@
-"""Lanes: ordered queues of device work that run beside the arithmetic.
+"""Lanes: ordered queues of device work that run beside the arithmetic, and the tape that says when each was busy.
 
 On CUDA (and ROCm, which speaks the same torch calls) a lane is a stream. On a device without streams work runs at once,
 in the order in which it is given, so every schedule can be tested on a CPU.
@@ -6,10 +6,80 @@ in the order in which it is given, so every schedule can be tested on a CPU.
 
 from __future__ import annotations
 
-from types import TracebackType
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+LaneName = Literal["in", "update", "out", "down", "cpu", "up", "wait"]
+"""`in` and `out` carry streamed state, `down` and `up` gradients and weights of `host`, `cpu` are its threads. `wait`
+is the model itself waiting for an update: what the lanes did not hide."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time in which a lane was busy, in seconds since the tape was started."""
+
+    lane: LaneName
+    start: float
+    end: float
+
+
+class Tape:
+    """Records when lanes are busy, from `start` to `stop`. Off, it costs nothing; on, two events a piece of work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._on = device, False
+        self._events: list[tuple[LaneName, torch.cuda.Event, torch.cuda.Event]] = []
+        self._spans: list[Span] = []
+
+    def start(self) -> None:
+        """Forget what was recorded and begin again."""
+        self._events, self._spans = [], []
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # so that the device's clock and the host's have one zero
+            self._zero = torch.cuda.Event(enable_timing=True)
+            self._zero.record()
+        self._start = time.perf_counter()
+        self._on = True  # last: another thread may be timing already
+
+    def stop(self) -> list[Span]:
+        """Wait for the device; everything that was recorded, in no particular order."""
+        self._on = False
+        if self._events:
+            torch.cuda.synchronize(self._device)
+        timed = [
+            Span(lane, self._zero.elapsed_time(a) / 1e3, self._zero.elapsed_time(b) / 1e3)
+            for lane, a, b in self._events
+        ]
+        return self._spans + timed
+
+    @contextmanager
+    def on_host(self, lane: LaneName) -> Iterator[None]:
+        """Time what the calling thread does."""
+        start = time.perf_counter()
+        yield
+        if self._on:
+            self._spans.append(Span(lane, start - self._start, time.perf_counter() - self._start))
+
+    @contextmanager
+    def on_device(self, lane: LaneName) -> Iterator[None]:
+        """Time what is enqueued on the calling thread's current stream."""
+        if not self._on:
+            yield
+        elif self._device.type != "cuda":
+            with self.on_host(lane):
+                yield
+        else:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            yield
+            last.record()
+            self._events.append((lane, first, last))
 
 
 class Mark:
@@ -34,24 +104,18 @@ class Mark:
 
 
 class Lane:
-    """One ordered queue of work: `with lane:` enqueues to it."""
+    """One ordered queue of work."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._context: list[torch.cuda.StreamContext] = []
+    def __init__(self, name: LaneName, device: torch.device, tape: Tape, *, urgent: bool = False) -> None:
+        self.name, self._tape = name, tape
+        priority = -1 if urgent else 0
+        self._stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
 
-    def __enter__(self) -> Lane:
-        if self._stream is not None:
-            self._context.append(torch.cuda.stream(self._stream))
-            self._context[-1].__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._stream is not None:
-            self._context.pop().__exit__(kind, error, trace)
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """What is enqueued inside goes to this lane."""
+        with torch.cuda.stream(self._stream), self._tape.on_device(self.name):  # no stream: no change of stream
+            yield
 
     def mark(self) -> Mark:
         """The point after all that was enqueued so far."""

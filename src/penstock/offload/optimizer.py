@@ -26,17 +26,20 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RecipeError
-from penstock.hardware import usable_cores
+from penstock.hardware import near_cores
 from penstock.offload.auto import choose_homes
-from penstock.offload.homes import NUM_SLOTS, Chunk, Coefficients, Home, HostHome, ResidentHome, StreamHome
+from penstock.offload.deal import HomeName, deal
+from penstock.offload.homes import NUM_SLOTS, Chunk, Coefficients, Home, HostHome, ResidentHome, StreamHome, Update
 from penstock.offload.kernels import GO, join, split
-from penstock.offload.lanes import Lane, Mark, main_mark, main_waits
+from penstock.offload.lanes import Mark, Tape, main_mark, main_waits
 from penstock.offload.norm import Norm, Scalars, clip
+from penstock.plan.place import Need
 
-HomeName = Literal["gpu", "stream", "host"]
 Schedule = Literal["after-norm", "in-backward"]
 DEFAULT_CHUNK = 1 << 24
 """Elements in a chunk: 160 MiB of state, long enough a copy to run at the link's full rate."""
+STREAM_QUEUE = 16
+"""Chunks that may wait for a slot during backward: their gradients take memory that the plan does not know of."""
 
 
 @dataclass
@@ -77,7 +80,9 @@ class OffloadAdamW(torch.optim.Optimizer):
         chunk_size: int = DEFAULT_CHUNK,
         cpu_adam_cores: float = 0.9,
         working_dtype: torch.dtype | None = None,
-        activation_bytes: int = 0,
+        activation_bytes: int | None = None,
+        kept_bytes: int | None = None,
+        accumulates: bool = False,
         hidden_seconds: float = 0.0,
         units: Iterable[nn.Module] | None = None,
     ) -> None:
@@ -98,15 +103,17 @@ class OffloadAdamW(torch.optim.Optimizer):
         remainders = self._round_to(working_dtype)
         self._norm = Norm([p.numel() for p in self._parameters], self._device)
         self._scalars = Scalars(len(self.param_groups), self._device)
-        self._chunks = [self._cut(i, chunk_size) for i in range(len(self._parameters))]
-        self._update_lane = Lane(self._device)
-        cores = usable_cores()
-        self._cores = cores[: max(1, int(len(cores) * cpu_adam_cores))]
-        if homes == "auto":
-            homes = self._choose(activation_bytes, hidden_seconds, chunk_size)
-        self._home_of = self._assign(homes if isinstance(homes, Mapping) else {homes: 1.0})
-        self._start_from(remainders)
         self._units = self._find_units(model, units)
+        self.tape = Tape(self._device)
+        self._near = near_cores(self._device)
+        self._cores = self._near[: max(1, int(len(self._near) * cpu_adam_cores))]
+        if homes == "auto":
+            need = self._need(activation_bytes, kept_bytes, accumulates, hidden_seconds)
+            staging_bytes = NUM_SLOTS * 10 * chunk_size
+            placement = choose_homes(need, self._device, staging_bytes=staging_bytes, cores=self._cores)
+            homes = cast(dict[HomeName, float], placement.fractions())
+        self._assign(homes if isinstance(homes, Mapping) else {homes: 1.0}, chunk_size)
+        self._start_from(remainders)
         self._hold_updates = False  # inside accumulate()
         self._open = False  # a step has begun: its first gradient is final
         self._final: dict[int, Tensor] = {}  # final gradients on the device, by parameter
@@ -132,43 +139,43 @@ class OffloadAdamW(torch.optim.Optimizer):
         starts = range(0, p.numel(), chunk_size)
         return [Chunk(index, start, min(chunk_size, p.numel() - start), p.dtype) for start in starts]
 
-    def _choose(self, activation_bytes: int, hidden_seconds: float, chunk_size: int) -> dict[HomeName, float]:
-        placement = choose_homes(
-            self._parameters,
-            self._device,
-            gradients_kept=self.schedule == "after-norm",
-            activation_bytes=activation_bytes,
-            staging_bytes=NUM_SLOTS * 10 * chunk_size,
+    def _need(self, activations: int | None, kept: int | None, accumulates: bool, hidden_seconds: float) -> Need:
+        """What state, gradients and activations take. Unknown activations: a quarter of the GPU."""
+        num_params = sum(p.numel() for p in self._parameters)
+        weight_bytes = sum(p.numel() * p.itemsize for p in self._parameters)
+        state_bytes = sum(Chunk(0, 0, p.numel(), p.dtype).state_bytes for p in self._parameters)
+        if activations is None:
+            cuda = self._device.type == "cuda"
+            activations = torch.cuda.get_device_properties(self._device).total_memory // 4 if cuda else 0
+        all_kept = activations + weight_bytes
+        if accumulates:  # the next micro-batch runs beside all gradients of the one before
+            activations = kept = all_kept
+        elif self.schedule == "in-backward":
+            kept = activations
+        return Need(
+            num_params,
+            state_bytes / num_params,
+            weight_bytes / num_params,
+            activation_bytes=activations,
+            kept_bytes=all_kept if kept is None else kept,
+            gradients_leave=self._overlap and self.schedule == "after-norm" and not accumulates,
             hidden_seconds=hidden_seconds,
-            cores=self._cores,
         )
-        return cast(dict[HomeName, float], placement.fractions())
 
-    def _assign(self, fractions: Mapping[HomeName, float]) -> dict[Chunk, Home]:
-        """Deal the chunks out so that every stretch of the model has the same mix: the pipe is then always busy.
-
-        `host` gets whole parameters, since a gradient leaves the GPU only if all of it goes down.
-        """
-        total = sum(fractions.values())
-        dealt: dict[HomeName, list[Chunk]] = {"gpu": [], "stream": [], "host": []}
-        owed = dict.fromkeys(fractions, 0.0)
-        for chunks in self._chunks:
-            size = sum(chunk.size for chunk in chunks)
-            for name, fraction in fractions.items():
-                owed[name] += size * fraction / total
-            whole = len(fractions) == 1 or owed.get("host", 0.0) > size / 2
-            for chunk in chunks:
-                choices = [name for name in owed if name != "host" or len(fractions) == 1]
-                home = "host" if "host" in owed and whole else max(choices, key=lambda name: owed[name])
-                owed[home] -= chunk.size
-                dealt[home].append(chunk)
+    def _assign(self, shares: Mapping[HomeName, float], chunk_size: int) -> None:
+        """Cut parameters into chunks, make the homes, and say which chunk lives where."""
+        dealt = deal([self._cut(i, chunk_size) for unit in self._units for i in unit.parameters], shares)
+        most_waiting = STREAM_QUEUE if self.schedule == "in-backward" else 0
         homes: dict[HomeName, Callable[[list[Chunk]], Home]] = {
-            "gpu": lambda c: ResidentHome(c, self._device, self._update_lane),
-            "stream": lambda c: StreamHome(c, self._device, self._update_lane),
-            "host": lambda c: HostHome(c, self._device, cores=self._cores),
+            "gpu": lambda c: ResidentHome(c, self._device, self.tape),
+            "stream": lambda c: StreamHome(c, self._device, self.tape, cores=self._near, most_waiting=most_waiting),
+            "host": lambda c: HostHome(c, self._device, self.tape, cores=self._cores),
         }
         self._homes = [(homes[name](chunks), chunks) for name, chunks in dealt.items() if chunks]
-        return {chunk: home for home, chunks in self._homes for chunk in chunks}
+        self._home_of = {chunk: home for home, chunks in self._homes for chunk in chunks}
+        self._chunks: list[list[Chunk]] = [[] for _ in self._parameters]
+        for chunk in sorted(self._home_of, key=lambda chunk: chunk.start):
+            self._chunks[chunk.parameter].append(chunk)
 
     @torch.no_grad()
     def _round_to(self, dtype: torch.dtype | None) -> list[Tensor | None]:
@@ -255,7 +262,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         if self.schedule == "in-backward":
             unit.waiting -= 1
             if unit.waiting == 0:
-                self._update_unit(unit, self._go_if_finite())
+                self._update_unit(unit, self._on_host(self._go_if_finite()))
         elif self._overlap:
             self._send_down(index, flat)
 
@@ -312,9 +319,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         else:
             coefficients = self._go_if_finite()
             norm, taken = self._norm.total().sqrt(), coefficients[0, GO] != 0
+        rows = self._on_host(coefficients)
         for unit in self._units:
             if any(i in self._final or i in self._sent for i in unit.parameters):
-                self._update_unit(unit, coefficients)
+                self._update_unit(unit, rows)
         self._scalars.advance(self.param_groups, taken)
         self.report = StepReport(norm, taken, main_mark(self._device))
         self._forget_step()
@@ -329,9 +337,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         for collected in (self._final, self._sent, self._seen):
             collected.clear()
 
-    def _update_unit(self, unit: _Unit, coefficients: Tensor) -> None:
-        rows = self._on_host(coefficients)
-        self._update_lane.wait(main_mark(self._device))  # backward is still writing gradients and reading weights
+    def _update_unit(self, unit: _Unit, rows: list[Coefficients]) -> None:
+        ready = main_mark(self._device)
         for index in unit.parameters:
             flat = self._final.pop(index, None)
             if flat is None and index not in self._sent:
@@ -342,10 +349,8 @@ class OffloadAdamW(torch.optim.Optimizer):
             weight = self._parameters[index].detach().view(-1)
             for chunk in self._chunks[index]:
                 part = None if flat is None else chunk.of(flat)
-                row = rows[self._group_of[index]]
-                unit.updates.append(self._home_of[chunk].update(chunk, chunk.of(weight), part, row))
-            if flat is not None:
-                self._update_lane.uses(flat)  # zero_grad frees it on the host while the lane still reads it
+                update = Update(chunk, chunk.of(weight), part, rows[self._group_of[index]], ready)
+                unit.updates.append(self._home_of[chunk].update(update))
             if self.schedule == "in-backward":
                 self._parameters[index].grad = None
 
@@ -370,9 +375,11 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _wait(self, unit: _Unit) -> None:
         """The calling thread's stream goes on only after this unit's update."""
-        for update in unit.updates:
-            main_waits(self._device, update.result())
-        unit.updates.clear()
+        if unit.updates:
+            with self.tape.on_device("wait"):
+                for update in unit.updates:
+                    main_waits(self._device, update.result())
+            unit.updates.clear()
 
     def describe(self) -> str:
         """Where state lives, in words."""

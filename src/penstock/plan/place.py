@@ -24,20 +24,31 @@ class Rates:
 
 @dataclass(frozen=True)
 class Need:
-    """What has to be placed. Bytes are per parameter."""
+    """What has to be placed, and what forward and backward take on the GPU beside weights and state."""
 
     num_params: int
     state_bytes: float
+    """A parameter."""
     weight_bytes: float
-    gradients_kept: bool
-    """`after-norm` keeps gradients on the GPU until the norm is known, except those of `host` chunks."""
+    """A parameter; its gradient takes as much."""
+    activation_bytes: float
+    """The most that forward and backward take if no gradient is kept."""
+    kept_bytes: float
+    """The most they take with all the gradients that this schedule keeps."""
+    gradients_leave: bool
+    """Gradients of `host` parameters leave the GPU during backward, and lower `kept_bytes` by their size."""
     hidden_seconds: float
     """Arithmetic that updates can hide under: a forward in `after-norm`, a backward in `in-backward`."""
+
+    def passing_bytes(self, host: float) -> float:
+        """What forward and backward take with `host` parameters in that home."""
+        left = self.weight_bytes * host if self.gradients_leave else 0.0
+        return max(self.activation_bytes, self.kept_bytes - left)
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that state may take. `gpu_bytes` counts what is left beside weights, activations and all gradients."""
+    """Bytes beside the weights that state, and on the GPU activations and gradients too, may take."""
 
     gpu_bytes: float
     host_bytes: float
@@ -60,7 +71,7 @@ class Placement:
 
 
 def place(need: Need, room: Room, rates: Rates) -> Placement | None:
-    """The split with the least exposed time; among equals the one with most on the GPU. None if nothing fits."""
+    """The split with the least exposed time, and of equals the one with least on the host. None if nothing fits."""
     best: Placement | None = None
     for step in range(STEPS + 1):
         candidate = _with_host_share(need, room, rates, need.num_params * step / STEPS)
@@ -70,8 +81,7 @@ def place(need: Need, room: Room, rates: Rates) -> Placement | None:
 
 
 def _with_host_share(need: Need, room: Room, rates: Rates, host: float) -> Placement | None:
-    freed = need.weight_bytes * host if need.gradients_kept else 0.0  # gradients of host chunks leave the GPU
-    gpu = min(need.num_params - host, (room.gpu_bytes + freed) / need.state_bytes)
+    gpu = min(need.num_params - host, (room.gpu_bytes - need.passing_bytes(host)) / need.state_bytes)
     stream = need.num_params - host - gpu
     mirrored = need.state_bytes + 2 * need.weight_bytes  # a host chunk also has its weight and gradient there
     if gpu < 0 or stream * need.state_bytes + host * mirrored > room.host_bytes:
