@@ -55,21 +55,16 @@ def _mix(
     """Deal by what each home is owed: its share of all that has passed, less what it got."""
     total = max(1.0, sum(budget.values()))
     owed: dict[HomeName, float] = dict.fromkeys(budget, 0.0)
-    in_parts = [name for name in budget if name != "host"]
     for chunks in parameters:
         size = sum(chunk.size for chunk in chunks)
         for name, share in budget.items():
             owed[name] += size * share / total
         whole = owed.get("host", 0.0) > size / 2
-        got: dict[HomeName, int] = dict.fromkeys(budget, 0)
-        for chunk in chunks:
-            home: HomeName = "host" if whole else max(in_parts, key=lambda name: owed[name])
+        for chunk in chunks:  # first what is resident, so that it is one piece
+            resident = "stream" not in owed or owed.get("gpu", 0.0) > chunk.size / 2
+            home: HomeName = "host" if whole else "gpu" if resident else "stream"
             owed[home] -= chunk.size
-            got[home] += 1
-        start = 0
-        for home, count in got.items():  # side by side, so that what is resident is one piece
-            dealt[home] += chunks[start : start + count]
-            start += count
+            dealt[home].append(chunk)
 
 
 def joined(chunks: Sequence[Chunk]) -> list[Chunk]:
