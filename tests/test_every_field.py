@@ -27,6 +27,10 @@ CHANGES = {
     "dtype": {"dtype": "bf16" if pick_dtype("auto", torch.device("cpu")) == "fp32" else "fp32"},
     "attention": {"attention": "eager"},
     "recompute": {"recompute": "full"},
+    "mode": {"mode": "zerooffload"},
+    "homes": {"homes": "stream=0.5,host=0.5"},
+    "update": {"update": "in-backward"},
+    "cpu_adam_cores": {"cpu_adam_cores": 1.0},
     "data": {"data": "FILE"},
     "data_split": None,
     "data_format": {"data_format": "text"},
@@ -64,6 +68,8 @@ TINY = "num_hidden_layers=1,hidden_size=16,intermediate_size=16,num_attention_he
 ALSO = {  # settings that both runs share
     "dtype": {"init": "random", "shape": TINY, "data_percent": 3.0, "max_steps": 1},
     "shape": {"init": "random"},
+    "update": {"update": "after-norm", "max_grad_norm": 0.0},
+    "cpu_adam_cores": {"homes": "host", "cpu_adam_cores": 0.1},
     "data_format": {"data": "BOTH"},
     "end_token": {"template": "alpaca"},
     "too_long": {"max_length": 40},
@@ -75,6 +81,10 @@ SEEN = {  # where a change shows, if not in the steps or the answer
     "deterministic": ["deterministic"],
     "trust_remote_code": ["warned"],
     "recompute": ["kept_bytes"],
+    "mode": ["state"],
+    "homes": ["state"],
+    "update": ["state"],
+    "cpu_adam_cores": ["state"],
     "validation": ["evals"],
     "eval_data": ["evals"],
     "eval_every": ["evals"],
@@ -139,6 +149,7 @@ def run(values, directory, places):
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "run_dir": str(recipe.run_dir),
         "kept_bytes": kept_bytes,
+        "state": [line for line in capture.get().splitlines() if "optimizer state" in line],
     }
 
 
@@ -172,6 +183,7 @@ def test_changing_the_field_changes_the_run(field, tmp_path, places, baseline, m
     assert any(after[name] != before[name] for name in SEEN.get(field, ["rows", "answer"])), f"{field} changed nothing"
 
 
-def test_recompute_changes_what_is_kept_not_the_numbers(tmp_path, places, baseline):
-    after = run({"recompute": "full"}, tmp_path / "run", places)
+@pytest.mark.parametrize("field", ["recompute", "mode", "homes"])
+def test_these_change_no_number(field, tmp_path, places, baseline):
+    after = run(CHANGES[field], tmp_path / "run", places)
     assert after["rows"] == baseline({})["rows"]

@@ -1,8 +1,11 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from penstock import hardware
 from penstock.errors import RecipeError
-from penstock.hardware import available_host_bytes, pick_device, usable_cores
+from penstock.hardware import available_host_bytes, near_cores, parse_cores, pick_device, usable_cores
 
 
 def test_the_device_follows_the_recipe():
@@ -29,3 +32,24 @@ def test_a_cgroup_limit_counts(tmp_path, monkeypatch):
 
 def test_there_are_cores():
     assert usable_cores()
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), ("5", {5}), ("", set()), ("0-0", {0})]
+)
+def test_cores_are_read_as_the_kernel_writes_them(text, cores):
+    assert parse_cores(text) == cores
+
+
+@pytest.mark.parametrize(("local", "expected"), [("1\n", [1]), ("64-127\n", [0, 1]), (None, [0, 1])])
+def test_near_cores_are_those_of_the_gpus_node(tmp_path, monkeypatch, local, expected):
+    device = tmp_path / "0000:8a:00.0"
+    device.mkdir()
+    if local is not None:
+        (device / "local_cpulist").write_text(local)
+    monkeypatch.setattr(hardware, "PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: [0, 1])
+    card = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x8A, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    assert near_cores(torch.device("cuda")) == expected
+    assert near_cores(torch.device("cpu")) == [0, 1]

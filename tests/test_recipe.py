@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import RecipeError
-from penstock.recipe import FIELDS, Recipe, to_dict, with_values
+from penstock.recipe import FIELDS, Recipe, parse_homes, to_dict, with_values
 
 
 @pytest.mark.parametrize(
@@ -16,12 +16,26 @@ from penstock.recipe import FIELDS, Recipe, to_dict, with_values
         ("max_steps", -1), ("batch_size", 0), ("micro_batch_size", -1), ("micro_batch_size", 5), ("max_length", 1),
         ("data_percent", 0.0), ("data_percent", 101.0), ("validation", 0.6), ("eval_every", -1), ("eval_every", 5),
         ("log_every", 0), ("skip_limit", 0), ("seed", -1), ("recompute", -1), ("shape", "hidden_size=8"), ("name", " "),
-        ("name", "a/b"),
+        ("name", "a/b"), ("homes", "disk"), ("homes", "gpu=0.5,disk=0.5"), ("homes", "gpu=half"), ("homes", "gpu=2"),
+        ("homes", "gpu=0.2,gpu=0.8"), ("update", "in-backward"), ("cpu_adam_cores", 0.0), ("cpu_adam_cores", 1.5),
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(field, value):
     with pytest.raises(RecipeError, match=rf"^{field} = "):
         Recipe(**{field: value})
+
+
+def test_zerooffload_leaves_no_choice_of_homes_and_update():
+    assert Recipe(mode="zerooffload", homes="host").mode == "zerooffload"
+    with pytest.raises(RecipeError, match=r"^homes = 'gpu': zerooffload keeps all state in host"):
+        Recipe(mode="zerooffload", homes="gpu")
+    with pytest.raises(RecipeError, match=r"^update = 'in-backward': zerooffload updates after backward"):
+        Recipe(mode="zerooffload", update="in-backward", max_grad_norm=0.0)
+
+
+def test_homes_are_read_as_shares():
+    assert parse_homes("gpu=0.5, host=0.25") == {"gpu": 0.5, "host": 0.25}
+    assert parse_homes("stream") == "stream"
 
 
 def test_yaml_numbers_written_without_a_dot_are_numbers():

@@ -47,6 +47,15 @@ class Recipe:
     recompute: Literal["full", "none"] | int = "none"
     """Layers whose activations are computed again in backward instead of kept: full, none, or how many."""
 
+    mode: Literal["superoffload", "zerooffload"] = "superoffload"
+    """`superoffload` hides updates under the arithmetic; `zerooffload`, the baseline, makes them after backward."""
+    homes: str = "auto"
+    """Where optimizer state lives: auto, gpu, stream, host, or shares such as gpu=0.5,stream=0.3,host=0.2."""
+    update: Literal["auto", "after-norm", "in-backward"] = "auto"
+    """When weights are updated. `auto`: after the global norm is known, or in backward if nothing is clipped."""
+    cpu_adam_cores: float = 0.9
+    """Share of the cores that update state in the home `host`."""
+
     data: str = "demo"
     """A JSON, JSONL, CSV or Parquet file, a directory of them, a Hub data set, or `demo` (embedded)."""
     data_split: str = "train"
@@ -156,10 +165,35 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (0 <= r.seed < 2**32, "seed", "must be between 0 and 4294967295", ""),
         (recompute_layers >= 0, "recompute", "must be full, none, or a number of layers", ""),
         (not r.shape or r.init == "random", "shape", "needs random weights", "Add --init random."),
+        (0 < r.cpu_adam_cores <= 1, "cpu_adam_cores", "must be over 0 and at most 1", "It is a share of the cores."),
+        (r.update != "in-backward" or not r.max_grad_norm, "update", "the global norm is not known in backward",
+         "Add --max-grad-norm 0, or leave it at auto."),
+        (r.mode != "zerooffload" or r.homes in ("auto", "host"), "homes", "zerooffload keeps all state in host",
+         "Leave one of them out."),
+        (r.mode != "zerooffload" or r.update != "in-backward", "update", "zerooffload updates after backward",
+         "Leave one of them out."),
+        (parse_homes(r.homes) is not None, "homes", "must be auto, gpu, stream, host, or shares of them",
+         "For example gpu=0.5,stream=0.3,host=0.2."),
     ]  # fmt: skip
     return [(field, rule, remedy) for ok, field, rule, remedy in checks if not ok]
 
 
+def parse_homes(text: str) -> str | dict[str, float] | None:
+    """`auto` or one home as it is, shares as a dictionary, None for anything else."""
+    if text in ("auto", *HOMES):
+        return text
+    shares: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        try:
+            shares[name.strip()] = float(number)
+        except ValueError:
+            return None
+    known = set(shares) <= set(HOMES) and len(shares) == text.count(",") + 1
+    return shares if known and all(0 < share <= 1 for share in shares.values()) else None
+
+
+HOMES = ("gpu", "stream", "host")
 FIELDS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Recipe)}
 
 

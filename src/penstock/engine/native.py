@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from penstock.model.loss import check_logits, packed_loss
 from penstock.model.recompute import set_recompute
 from penstock.model.units import find_units
 from penstock.offload.optimizer import OffloadAdamW
-from penstock.recipe import Recipe
+from penstock.recipe import Recipe, parse_homes
 
 
 class PackedModel:
@@ -51,6 +52,7 @@ class NativeEngine:
             say(f"a micro-batch: {trial.activation_bytes / 1e9:.1f} GB of activations, with gradients "
                 f"{trial.kept_bytes / 1e9:.1f} GB; {trial.forward_seconds:.3f} s forward, "
                 f"{trial.backward_seconds:.3f} s backward")  # fmt: skip
+        homes: Any = parse_homes(recipe.homes) if recipe.mode == "superoffload" else "host"
         self.optimizer = OffloadAdamW(
             model,
             lr=recipe.lr,
@@ -58,11 +60,16 @@ class NativeEngine:
             eps=recipe.eps,
             max_grad_norm=recipe.max_grad_norm,
             params=decay_groups(model, recipe.weight_decay),
+            homes=homes,
+            schedule=recipe.update if recipe.mode == "superoffload" else "after-norm",
+            overlap=recipe.mode == "superoffload",
+            cpu_adam_cores=recipe.cpu_adam_cores,
             units=self.packed.units.layers,
             activation_bytes=trial.activation_bytes,
             kept_bytes=trial.kept_bytes,
             accumulates=recipe.rows_at_once < recipe.batch_size,
-            hidden_seconds=trial.forward_seconds if recipe.max_grad_norm else trial.backward_seconds,
+            forward_seconds=trial.forward_seconds,
+            backward_seconds=trial.backward_seconds,
             working_dtype=torch.bfloat16 if recipe.dtype == "bf16" else None,
         )
         say(self.optimizer.describe())

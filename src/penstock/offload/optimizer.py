@@ -83,7 +83,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         activation_bytes: int | None = None,
         kept_bytes: int | None = None,
         accumulates: bool = False,
-        hidden_seconds: float = 0.0,
+        forward_seconds: float = 0.0,
+        backward_seconds: float = 0.0,
         units: Iterable[nn.Module] | None = None,
     ) -> None:
         self.schedule: Schedule = ("after-norm" if max_grad_norm else "in-backward") if schedule == "auto" else schedule
@@ -108,6 +109,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._near = near_cores(self._device)
         self._cores = self._near[: max(1, int(len(self._near) * cpu_adam_cores))]
         if homes == "auto":
+            hidden_seconds = forward_seconds if self.schedule == "after-norm" else backward_seconds
             need = self._need(activation_bytes, kept_bytes, accumulates, hidden_seconds)
             staging_bytes = NUM_SLOTS * 10 * chunk_size
             placement = choose_homes(need, self._device, staging_bytes=staging_bytes, cores=self._cores)
@@ -383,10 +385,11 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def describe(self) -> str:
         """Where state lives, in words."""
-        parts = [
-            f"{sum(c.state_bytes for c in chunks) / 1e9:,.2f} GB {home.name}" for home, chunks in self._homes if chunks
-        ]
-        return f"optimizer state: {', '.join(parts)}; schedule {self.schedule}"
+        parts = [f"{sum(c.state_bytes for c in chunks) / 1e9:,.2f} GB {home.name}" for home, chunks in self._homes]
+        if self._homes[-1][0].name == "host":
+            parts[-1] += f" (cores: {len(self._cores)})"
+        overlap = "" if self._overlap else ", without overlap"
+        return f"optimizer state: {', '.join(parts)}; schedule {self.schedule}{overlap}"
 
     def synchronize(self) -> None:
         """Wait until every update has been made; weights and state may then be read anywhere."""
