@@ -374,11 +374,13 @@ class OffloadAdamW(torch.optim.Optimizer):
             main_waits(self._device, update.result())
         unit.updates.clear()
 
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of state by home."""
+        return {home.name: sum(c.state_bytes for c in chunks) for home, chunks in self._homes}
+
     def describe(self) -> str:
         """Where state lives, in words."""
-        parts = [
-            f"{sum(c.state_bytes for c in chunks) / 1e9:,.2f} GB {home.name}" for home, chunks in self._homes if chunks
-        ]
+        parts = [f"{size / 1e9:,.2f} GB {home}" for home, size in self.state_bytes().items()]
         return f"optimizer state: {', '.join(parts)}; schedule {self.schedule}"
 
     def synchronize(self) -> None:
