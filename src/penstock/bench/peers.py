@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from penstock.data.store import cache_root
 from penstock.recipe import Recipe, to_dict
 
 PEERS = ("deepspeed", "torchao", "flashoptim")
@@ -96,22 +97,35 @@ def run_peer(peer: Peer, recipe: Recipe, *, steps: int, timeout_s: float, log: P
     spec = log.with_suffix(".json")
     spec.write_text(json.dumps({"peer": asdict(peer), "recipe": to_dict(recipe), "steps": steps}), encoding="utf-8")
     command = [sys.executable, "-m", "penstock.bench.peer_process", str(spec)]
+    kernels = cache_root().parent / "peer-kernels"
     try:
-        result = judge(run_process(command, timeout_s=timeout_s, log=log), peer.name, timeout_s)
+        ended = run_process(command, timeout_s=timeout_s, log=log, env={"TORCH_EXTENSIONS_DIR": str(kernels)})
     finally:
         spec.unlink()
+        # A peer that is killed while it compiles leaves a lock, and the next would wait for it for ever.
+        for lock in kernels.glob("*/lock"):
+            lock.unlink(missing_ok=True)
+    result = judge(ended, peer.name, timeout_s)
     if not result.error:
         log.unlink()
     return result
 
 
-def run_process(command: Sequence[str], *, timeout_s: float, log: Path) -> Exit:
-    """Run a command as a process group of its own, watch its memory, and leave nothing of the group behind."""
+def run_process(command: Sequence[str], *, timeout_s: float, log: Path, env: dict[str, str] | None = None) -> Exit:
+    """Run a command as a process group of its own, watch its memory, and leave nothing of the group behind.
+
+    `env` is what the command gets where the environment does not say it already.
+    """
     peak = 0
     deadline = time.monotonic() + timeout_s
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**(env or {}), **os.environ},
         )
         try:
             while process.poll() is None and time.monotonic() < deadline:
