@@ -27,7 +27,7 @@ free -g | head -2 >> "$OUT/machine.txt"
 for job in "$@"; do
   echo "+ $job"
   case $job in
-    tests) timeout 420 python3 -m pytest -q -m gpu -p no:cacheprovider tests/offload tests/model > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
+    tests) timeout 420 python3 -m pytest -q -m gpu -p no:cacheprovider tests/offload tests/model tests/bench > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
     host) timeout 120 python3 benchmarks/host.py > "$OUT/host.log" 2>&1; tail -n 3 "$OUT/host.log" ;;
     *) limit=560
       case $job in [0-9]*) limit=${job%% *} job=${job#* } ;; esac

@@ -110,8 +110,9 @@ child.wait()
     assert 200e6 < ended.host_bytes < 400e6
 
 
-def test_an_interrupt_leaves_nothing_behind(tmp_path):
-    """Ctrl-C reaches only us, since a peer has a session of its own."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupt_leaves_nothing_behind(tmp_path, number):
+    """Ctrl-C and a job's time limit reach only us, since a peer has a session of its own."""
     log = tmp_path / "peer.log"
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     outer = f"""
@@ -124,7 +125,7 @@ run_process([{sys.executable!r}, "-c", {code!r}], timeout_s=600, log=Path({str(l
     while not (log.exists() and log.read_text().strip()) and time.monotonic() < deadline:
         time.sleep(0.05)
     pid = int(log.read_text())
-    os.kill(parent.pid, signal.SIGINT)
+    os.kill(parent.pid, number)
     assert parent.wait(30) != 0
     assert gone(pid)
 

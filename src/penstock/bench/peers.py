@@ -15,8 +15,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import psutil
 
 from penstock.data.store import cache_root
+from penstock.errors import Interrupted
 from penstock.recipe import Recipe, to_dict
 
 PEERS = ("deepspeed", "torchao", "flashoptim")
@@ -118,7 +120,7 @@ def run_process(command: Sequence[str], *, timeout_s: float, log: Path, env: dic
     """
     peak = 0
     deadline = time.monotonic() + timeout_s
-    with log.open("wb") as file:
+    with log.open("wb") as file, _stoppable():
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -140,6 +142,23 @@ def run_process(command: Sequence[str], *, timeout_s: float, log: Path, env: dic
     text = log.read_text(encoding="utf-8", errors="replace")
     printed = [line for line in text.splitlines() if line.strip()]
     return Exit(code, _objects(printed), printed[-1].strip() if printed else "", peak)
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM, such as a job's own time limit sends, unwinds like Ctrl-C: dying of it would leave the group running."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Interrupted("stopped by SIGTERM; the rows so far are written", signal_number=number)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def tree_bytes(pid: int) -> int:
