@@ -1,10 +1,19 @@
 #!/usr/bin/env bash
-# Everything that needs the GPU: tests marked gpu, then steps against their floor. Results and logs go to $OUT.
-# Usage: OUT=out benchmarks/h200.sh [tests|bench RECIPE [FLAGS]]...
+# Everything that needs the GPU: tests marked gpu, the host side, and `penstock bench`. Results and logs go to $OUT.
+# Usage: OUT=out benchmarks/h200.sh [tests | host | "[SECONDS] RECIPE [FLAGS]"]...
+# Each job has a time limit of its own; for a bench it is SECONDS, or 560.
+#   OUT=out benchmarks/h200.sh host "300 llama-8b --micro-batch-size 1 --recompute none" \
+#     "560 llama-8b --against deepspeed,torchao,flashoptim --timeout 150 --steps 4"
+#
+# .gpu-wheels/ (not in the repository) is for a machine without a network. Beside torch, transformers, pyarrow, rich,
+# psutil, PyYAML and pytest it takes: tyro, docstring_parser, typeguard; hypothesis, sortedcontainers for the tests; and
+# for the peers torchao, flashoptim, and deepspeed (a wheel built with DS_BUILD_OPS=0) with einops, hjson, msgpack,
+# ninja, py-cpuinfo, pydantic, pydantic_core, annotated_types, typing_inspection, typing_extensions.
 set -u
 cd "$(dirname "$0")/.."
 : "${OUT:=out}"
 mkdir -p "$OUT"
+export PATH="$PWD/build/pkgs/bin:$PATH"  # DeepSpeed compiles its CPU Adam with ninja
 export PYTHONPATH=src:build/pkgs PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True HF_HUB_OFFLINE=1
 # A machine without a network takes what it lacks from wheels brought along.
 [ -d .gpu-wheels ] && pip install -q --no-index --no-deps --target build/pkgs .gpu-wheels/*.whl > "$OUT/pip.log" 2>&1
@@ -18,8 +27,11 @@ free -g | head -2 >> "$OUT/machine.txt"
 for job in "$@"; do
   echo "+ $job"
   case $job in
-    tests) timeout 420 python3 -m pytest -q -m gpu -p no:cacheprovider tests/offload tests/model > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
+    tests) timeout 420 python3 -m pytest -q -m gpu -p no:cacheprovider tests/offload tests/model tests/bench > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
     host) timeout 120 python3 benchmarks/host.py > "$OUT/host.log" 2>&1; tail -n 3 "$OUT/host.log" ;;
-    *) timeout 400 python3 benchmarks/step.py $job >> "$OUT/bench.log" 2>&1; tail -n 8 "$OUT/bench.log" ;;
+    *) limit=560
+      case $job in [0-9]*) limit=${job%% *} job=${job#* } ;; esac
+      timeout -k 10 "$limit" python3 -m penstock bench $job --to "$OUT" >> "$OUT/bench.log" 2>&1
+      echo "exit $?"; tail -n 14 "$OUT/bench.log" ;;
   esac
 done

@@ -50,6 +50,10 @@ def test_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):
         (["train", "none.yaml"], "none.yaml: cannot be read"),
         (["train", "demo", "--data", "no-such-file.jsonl"], "no-such-file.jsonl"),
         (["train", "demo", "--model", "no/such/dir"], "no/such/dir"),
+        (["bench", "demo", "--against", "deepsped"], "Did you mean 'deepspeed'?"),
+        (["bench", "demo", "--updates", "after-nrm"], "Did you mean 'after-norm'?"),
+        (["bench", "demo", "--peer-ratio", "2"], "between 0 and 1"),
+        (["bench", "demo", "--steps", "0"], "must be positive"),
         (["generate", "no-such-run", "hello"], "not the directory of a run"),
         (["export", "no-such-run", "--to", "x"], "not the directory of a run"),
     ],
@@ -63,6 +67,7 @@ def test_a_mistake_is_one_message_and_no_traceback(words, message, capsys, tmp_p
     assert "Traceback" not in out + err
     assert len(out.splitlines()) <= 1, "at most what it was about to do"
     assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "bench-results").exists()
 
 
 @pytest.mark.parametrize(
@@ -98,8 +103,31 @@ def test_an_output_directory_that_cannot_be_written_is_found_first(tmp_path, cap
 def test_help_lists_every_command(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in ("train", "data", "export", "generate", "llama-8b"))
+    assert all(word in text for word in ("train", "data", "bench", "export", "generate", "llama-8b"))
     assert main(["--version"]) == 0
+
+
+@pytest.mark.slow
+def test_bench_of_the_demo_with_a_peer_that_is_not_there(tmp_path):
+    """Rows as one object on standard output, the same on disk, and a peer's absence is a row, not a failure."""
+    words = ("demo", "--batch-size", "2", "--max-length", "64", "--steps", "1", "--against", "flashoptim", "--json")
+    result = penstock("bench", *words, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 1
+    found = json.loads(result.stdout)
+    directory = tmp_path / found["directory"]
+    rows = found["rows"]
+    assert [row["system"] for row in rows] == ["floor", "penstock", "penstock", "flashoptim"]
+    assert [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()] == rows
+    assert json.loads((directory / "ceilings.json").read_text()) == found["ceilings"]
+    for row in rows[:3]:
+        assert row["error"] == ""
+        assert row["tokens_per_s"] == pytest.approx(128 / row["step_s"])
+        assert row["exposed_s"] == pytest.approx(row["step_s"] - row["floor_s"])
+        assert 0.5 < row["step_s"] / row["floor_s"] < 20
+    assert rows[3]["step_s"] is None
+    assert rows[3]["error"]
+    assert rows[3]["error"] in (directory / "table.txt").read_text()
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 import yaml
@@ -51,6 +51,30 @@ class DataArgs(RecipeArgs):
 
     examples: int = 3
     """Examples shown token by token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchArgs(RecipeArgs):
+    """Measure a step with random weights: against forward and backward alone, the machine's ceilings, and peers."""
+
+    against: str = ""
+    """Peers to run beside ours, each in its own process: deepspeed,torchao,flashoptim."""
+    modes: str = ""
+    """Modes of ours: superoffload,zerooffload. Empty: the recipe's."""
+    updates: str = "after-norm,in-backward"
+    """Update schedules of ours; in-backward runs without clipping."""
+    formats: str = ""
+    """State formats of ours: fp32,bf16,int8. Empty: the recipe's."""
+    steps: int = 6
+    """Steps that are timed, after two to warm up; the median counts."""
+    to: str = ""
+    """Directory for the results. Empty: benchmarks/results/DATE-MACHINE, or bench-results/ elsewhere."""
+    timeout: float = 600.0
+    """Seconds that one peer may take from start to end."""
+    peer_modes: str = "superoffload,zerooffload"
+    """Modes of DeepSpeed."""
+    peer_ratio: str = "0.3"
+    """Shares of its state that DeepSpeed offloads, such as 0.3,0.8."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +201,55 @@ def data(words: list[str]) -> int:
     return 0
 
 
+def bench(words: list[str]) -> int:
+    """Measure a step against its floor and against peers: penstock bench [RECIPE] [--against PEERS]."""
+    # Weights are random here, so that a recipe's shape may be changed without saying so.
+    args = _parse_with_recipe(BenchArgs, "bench", words, init="random")
+    if args.steps < 1 or args.timeout <= 0:
+        raise RecipeError("--steps and --timeout must be positive")
+    modes, updates = ("superoffload", "zerooffload"), ("after-norm", "in-backward")
+    chosen = {
+        "against": _choices("--against", args.against, ("deepspeed", "torchao", "flashoptim")),
+        "modes": _choices("--modes", args.modes, modes),
+        "updates": _choices("--updates", args.updates, updates) or updates,
+        "formats": _choices("--formats", args.formats, ("fp32", "bf16", "int8")),
+        "peer_modes": _choices("--peer-modes", args.peer_modes, modes),
+    }
+    ratios = _ratios(args.peer_ratio)
+    _quiet_libraries(args.debug)
+    from penstock.bench.run import Asked
+    from penstock.bench.run import bench as run
+    from penstock.report.console import Console
+
+    console = Console(json=args.json)
+    asked = Asked(steps=args.steps, timeout_s=args.timeout, peer_ratios=ratios, **chosen)
+    report = run(args.recipe, asked, to=args.to, say=console.say)
+    if args.json:
+        rows = [dataclasses.asdict(row) for row in report.rows]
+        found = {"directory": str(report.directory), "ceilings": dataclasses.asdict(report.ceilings), "rows": rows}
+        print(json.dumps(found))
+    return 0
+
+
+def _choices(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The words of a list with commas, each of them known."""
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    for word in words:
+        if word not in known:
+            raise RecipeError(f"{flag}: unknown {word!r}", remedy=did_you_mean(word, known))
+    return words
+
+
+def _ratios(text: str) -> tuple[float, ...]:
+    try:
+        ratios = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        ratios = ()
+    if not ratios or not all(0 <= ratio <= 1 for ratio in ratios):
+        raise RecipeError(f"--peer-ratio: {text!r} must be numbers between 0 and 1", remedy="Such as 0.3,0.8.")
+    return ratios
+
+
 def export(words: list[str]) -> int:
     """Write a run's model as a Hugging Face directory: penstock export RUN --to DIR."""
     args = tyro.cli(ExportArgs, args=words, prog="penstock export")
@@ -224,6 +297,7 @@ def _quiet_libraries(debug: bool) -> None:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "data": data,
+    "bench": bench,
     "export": export,
     "generate": generate,
 }
@@ -232,10 +306,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
 Args = TypeVar("Args", bound=RecipeArgs)
 
 
-def _parse_with_recipe(kind: type[Args], command: str, words: list[str]) -> Args:
-    """Flags over YAML over preset: the recipe that is named becomes the default of every flag."""
+def _parse_with_recipe(kind: type[Args], command: str, words: list[str], **changes: Any) -> Args:
+    """Flags over YAML over preset: the recipe that is named, with `changes`, becomes the default of every flag."""
     named = bool(words) and not words[0].startswith("-")
-    base = find_recipe(words[0] if named else "demo")
+    base = dataclasses.replace(find_recipe(words[0] if named else "demo"), **changes)
     return tyro.cli(kind, default=kind(recipe=base), args=words[1:] if named else words, prog=f"penstock {command}")
 
 

@@ -1,4 +1,4 @@
-"""`penstock bench`: random weights, real shapes, real kernels; our step against its own floor.
+"""`penstock bench`: random weights, real shapes, real kernels; our step against its own floor, and against peers.
 
 The floor is forward and backward of the same micro-batches in the same process with nobody wanting the gradients. What
 a step takes beyond it is what the optimizer exposes. Absolute figures of different machines or days were rejected as a
@@ -9,75 +9,141 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
-import statistics
-import time
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
+from penstock.bench.ceilings import Ceilings, measure_ceilings
+from penstock.bench.peers import CLIPS, STATES, Peer, peers_of, run_peer
+from penstock.bench.rows import Memory, Results, Row, table
+from penstock.bench.timing import median_seconds
 from penstock.data.loader import MicroBatch
 from penstock.engine.native import NativeEngine, PackedModel, drop_gradient, full_batch
-from penstock.errors import UserError
+from penstock.errors import DoesNotFit, RecipeError, UserError
 from penstock.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model
-from penstock.recipe import Recipe
+from penstock.recipe import FIELDS, Recipe
 
 Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of a result file."""
+class Asked:
+    """What to measure."""
 
-    date: str
-    machine: str
-    system: str
-    model: str
-    mode: str
-    schedule: str
-    states: str
-    clip: bool
-    batch: int
-    seq: int
-    micro_batch: int
-    recompute: str
-    compiled: bool
-    step_s: float | None
-    floor_s: float | None
-    exposed_s: float | None
-    tokens_per_s: float | None
-    model_tflops: float | None
-    matrix_tflops: float | None
-    gpu_bytes: int
-    host_bytes: int
-    homes: str
-    versions: str
-    error: str
+    steps: int = 6
+    modes: Sequence[str] = ()
+    """Empty, here and for `formats`: the recipe's own."""
+    updates: Sequence[str] = ("after-norm", "in-backward")
+    formats: Sequence[str] = ()
+    against: Sequence[str] = ()
+    peer_modes: Sequence[str] = ("superoffload", "zerooffload")
+    peer_ratios: Sequence[float] = (0.3,)
+    timeout_s: float = 600.0
 
 
-def bench(recipe: Recipe, *, steps: int, say: Say) -> list[Row]:
-    """The floor, then our step clipped and not clipped."""
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `bench` found."""
+
+    directory: Path
+    ceilings: Ceilings
+    rows: list[Row]
+
+
+def bench(recipe: Recipe, asked: Asked, *, to: str, say: Say) -> Report:
+    """Ceilings, the floor, our step in every variant, then peers. Each row is on disk as soon as it is known."""
     device = pick_device(recipe.device)
     recipe = dataclasses.replace(recipe, init="random", dtype=pick_dtype(recipe.dtype, device))
+    wanted = variants(recipe, asked.modes, asked.updates, asked.formats)
+    results = Results(Path(to) if to else default_directory(device))
+    say(f"measuring what {describe(device)} can do")
+    ceilings = measure_ceilings(device, torch.float32 if recipe.dtype == "fp32" else torch.bfloat16)
+    text = json.dumps(dataclasses.asdict(ceilings), indent=2)
+    (results.directory / "ceilings.json").write_text(text + "\n", encoding="utf-8")
+    for line in ceilings.lines():
+        say(f"  {line}")
+    rows: list[Row] = []
+
+    def found(row: Row) -> None:
+        rows.append(row)
+        results.add(row)
+        say("  " + show(row))
+
     config = load_config(recipe)
-    say(f"building {recipe.model} with random weights on {describe(device)}")
+    say(f"building {recipe.model} with random weights")
     model = load_model(recipe, config, device, say)
-    vocab_size = config.get_text_config().vocab_size
-    whole = full_batch(recipe.rows_at_once, recipe.max_length, vocab_size)
-    batches = [whole] * -(-recipe.batch_size // recipe.rows_at_once)
-    case = Case(recipe, device, _matrix_tflops(device), _flops_of_step(model, recipe))
-    floor_s = _time_floor(PackedModel(model, recipe), batches, steps)
-    rows = [case.row("floor", step_s=floor_s, floor_s=floor_s)]
-    say(show(rows[-1]))
-    for clip in (recipe.max_grad_norm or 1.0, 0.0):
-        asked = dataclasses.replace(recipe, max_grad_norm=clip)
-        rows.append(_measure(dataclasses.replace(case, recipe=asked), model, batches, steps, floor_s, say))
-        say(show(rows[-1]))
-    return rows
+    case = Case(recipe, device, ceilings.matrix_flops_per_s / 1e12, flops_of_step(model, recipe))
+    for row in our_rows(case, model, wanted, asked.steps, say):
+        found(row)
+        case = dataclasses.replace(case, floor_s=row.floor_s)
+    del model
+    _give_back(device)
+    for peer in peers_of(asked.against, asked.peer_modes, asked.peer_ratios):
+        say(f"running {peer.label}, at most {asked.timeout_s:g} s")
+        found(peer_row(case, peer, asked, results.directory))
+    say("\n" + table(rows) + f"\nwritten to {results.directory}")
+    return Report(results.directory, ceilings, rows)
+
+
+def variants(recipe: Recipe, modes: Sequence[str], updates: Sequence[str], formats: Sequence[str]) -> list[Recipe]:
+    """A recipe for each combination that exists.
+
+    `in-backward` has no norm to clip by, so its recipe does not clip. `zerooffload` updates after backward by
+    definition, so it comes with `after-norm` only.
+    """
+    found: list[Recipe] = []
+    for mode in modes or [setting(recipe, "mode")]:
+        for update in updates:
+            if mode == "zerooffload" and update == "in-backward":
+                continue
+            for states in formats or [setting(recipe, "states")]:
+                clip = 0.0 if update == "in-backward" else recipe.max_grad_norm
+                found.append(_with_settings(recipe, mode=mode, update=update, states=states, max_grad_norm=clip))
+    if not found:
+        raise RecipeError("zerooffload updates after backward", remedy="Add after-norm to --updates.")
+    return found
+
+
+_FIXED = {"mode": "superoffload", "states": "fp32"}
+"""What a recipe without these fields always does."""
+
+
+def setting(recipe: Recipe, name: str) -> str:
+    """A field of the recipe, or what the engine does where the recipe has no such field."""
+    return str(getattr(recipe, name)) if name in FIELDS else _FIXED[name]
+
+
+def _with_settings(recipe: Recipe, **values: Any) -> Recipe:
+    for name, value in values.items():
+        if name not in FIELDS and name in _FIXED and value != _FIXED[name]:
+            raise RecipeError(f"{name} = {value!r}: there is only {_FIXED[name]!r} yet", remedy="Leave it out.")
+    return dataclasses.replace(recipe, **{name: value for name, value in values.items() if name in FIELDS})
+
+
+def default_directory(device: torch.device) -> Path:
+    """A directory a day and machine, among the repository's results when called from there."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia ")).strip("-")
+    parent = Path("benchmarks/results") if Path("benchmarks").is_dir() else Path("bench-results")
+    return parent / f"{_today()}-{slug}"
+
+
+def _versions() -> str:
+    return ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,87 +154,151 @@ class Case:
     device: torch.device
     matrix_tflops: float
     flops: float
+    floor_s: float | None = None
 
-    def row(self, system: str, *, step_s: float | None, floor_s: float | None, homes: str = "", error: str = "") -> Row:
-        """A result, or what went wrong."""
+    def row(self, system: str, step_s: float | None, **more: Any) -> Row:
+        """A result, or what went wrong; `more` are fields of the row that differ from a floor's."""
         recipe, gpu = self.recipe, self.device.type == "cuda"
-        schedule = "after-norm" if recipe.max_grad_norm else "in-backward"
-        known = step_s is not None and floor_s is not None
-        return Row(
-            date=datetime.now(UTC).date().isoformat(),
-            machine=describe(self.device),
-            system=system,
-            model=recipe.name,
-            mode="superoffload" if system == "penstock" else "",
-            schedule=schedule if system == "penstock" else "",
-            states="fp32" if system == "penstock" else "",
-            clip=bool(recipe.max_grad_norm) if system == "penstock" else False,
-            batch=recipe.batch_size,
-            seq=recipe.max_length,
-            micro_batch=recipe.rows_at_once,
-            recompute=str(recipe.recompute),
-            compiled=False,
-            step_s=step_s,
-            floor_s=floor_s,
-            exposed_s=step_s - floor_s if known and step_s and floor_s else None,
-            tokens_per_s=recipe.batch_size * recipe.max_length / step_s if step_s else None,
-            model_tflops=self.flops / step_s / 1e12 if step_s else None,
-            matrix_tflops=self.matrix_tflops,
-            gpu_bytes=torch.cuda.max_memory_allocated(self.device) if gpu else 0,
-            host_bytes=psutil.Process().memory_info().rss,
-            homes=homes,
-            versions=", ".join(f"{name} {version(name)}" for name in ("torch", "transformers")),
-            error=error,
-        )
+        values: dict[str, Any] = {
+            "date": _today(),
+            "machine": describe(self.device),
+            "model": recipe.name,
+            "mode": "",
+            "schedule": "",
+            "states": "",
+            "clip": False,
+            "batch": recipe.batch_size,
+            "seq": recipe.max_length,
+            "micro_batch": recipe.rows_at_once,
+            "recompute": str(recipe.recompute),
+            "compiled": False,
+            "floor_s": self.floor_s,
+            "exposed_s": step_s - self.floor_s if step_s and self.floor_s else None,
+            "tokens_per_s": recipe.batch_size * recipe.max_length / step_s if step_s else None,
+            "model_tflops": self.flops / step_s / 1e12 if step_s else None,
+            "matrix_tflops": self.matrix_tflops,
+            "gpu_bytes": torch.cuda.max_memory_allocated(self.device) if gpu else 0,
+            "host_bytes": psutil.Process().memory_info().rss,
+            "versions": _versions(),
+            "error": "",
+        }
+        return Row(system=system, step_s=step_s, **(values | more))
 
 
 def show(row: Row) -> str:
-    """A row for people."""
-    name = row.system + (f" {row.schedule}" + (" clipped" if row.clip else "") if row.schedule else "")
-    if row.step_s is None or row.floor_s is None or row.tokens_per_s is None or row.model_tflops is None:
-        return f"{row.model:<14} {name:<34} {row.error}"
-    return (
-        f"{row.model:<14} {name:<34} {row.step_s:7.3f} s  {row.step_s / row.floor_s:5.3f} of the floor  "
-        f"{row.tokens_per_s:9,.0f} tokens/s  {row.model_tflops:6.1f} TFLOP/s of {row.matrix_tflops:.0f}  "
-        f"GPU {row.gpu_bytes / 1e9:6.1f} GB  host {row.host_bytes / 1e9:6.1f} GB  {row.homes}"
+    """A row while the others are still to come."""
+    words = (row.system, row.mode, row.schedule, row.states, "clipped" if row.clip else "", row.setting)
+    name = " ".join(filter(None, words))
+    if row.step_s is None or not row.floor_s:
+        return f"{name}: {row.error}"
+    return f"{name}: {row.step_s:.3f} s, {row.step_s / row.floor_s:.3f} of the floor" + (
+        f"; {row.homes}" if row.homes else ""
     )
 
 
-def _measure(
-    case: Case, model: torch.nn.Module, batches: list[MicroBatch], steps: int, floor_s: float, say: Say
+def our_rows(case: Case, model: PreTrainedModel, wanted: list[Recipe], steps: int, say: Say) -> Iterator[Row]:
+    """The floor, then our step under each recipe, all in this process and on the same weights."""
+    recipe, device = case.recipe, case.device
+    vocab_size = model.config.get_text_config().vocab_size
+    batches = [full_batch(rows, recipe.max_length, vocab_size) for rows in split_batch(recipe)]
+    weights = sum(p.nbytes for p in model.parameters())
+    _give_back(device)
+    try:
+        floor_s = _time_floor(PackedModel(model, recipe), batches, steps)
+    except torch.OutOfMemoryError:
+        raise DoesNotFit(
+            f"forward and backward of {recipe.rows_at_once} x {recipe.max_length} tokens, without any optimizer",
+            where=describe(device),
+            remedy="Try --recompute full, or a smaller --micro-batch-size.",
+        ) from None
+    case = dataclasses.replace(case, floor_s=floor_s)
+    floor = case.row("floor", floor_s)
+    yield floor
+    activations = floor.gpu_bytes - weights if device.type == "cuda" else None
+    for variant in wanted:
+        _give_back(device)
+        yield _our_row(dataclasses.replace(case, recipe=variant), model, batches, steps, activations, say)
+
+
+def split_batch(recipe: Recipe) -> list[int]:
+    """Rows of each micro-batch of a step; the last is smaller where the batch is not a multiple."""
+    whole, rest = divmod(recipe.batch_size, recipe.rows_at_once)
+    return [recipe.rows_at_once] * whole + ([rest] if rest else [])
+
+
+def _our_row(
+    case: Case, model: PreTrainedModel, batches: list[MicroBatch], steps: int, activations: int | None, say: Say
 ) -> Row:
-    """Our step under one recipe, in the same process as the floor."""
+    recipe = case.recipe
+    asked = {
+        "mode": setting(recipe, "mode"),
+        "states": setting(recipe, "states"),
+        "schedule": "after-norm" if recipe.max_grad_norm else "in-backward",
+        "clip": bool(recipe.max_grad_norm),
+    }
     engine: NativeEngine | None = None
     try:
-        engine = NativeEngine(model, case.recipe, say)  # type: ignore[arg-type]
-        step_s = _time_steps(engine, batches, steps)
-        homes = f"{engine.optimizer.describe()}; {_lanes(engine, batches)}"
-        return case.row("penstock", step_s=step_s, floor_s=floor_s, homes=homes)
+        engine = NativeEngine(model, recipe, lambda text: say(f"  {text}"))
+        step_s, gradients, lanes = _time_steps(engine, recipe, batches, steps)
+        state = engine.optimizer.state_bytes()
+        memory = Memory(
+            weights=sum(p.nbytes for p in model.parameters()),
+            gradients=gradients,
+            resident=state.get("gpu", 0),
+            streamed=state.get("stream", 0),
+            host_state=state.get("host", 0),
+            activations=activations,
+        )
+        asked["schedule"] = engine.optimizer.schedule  # what it did, whatever was asked for
+        homes = engine.optimizer.describe()
+        return case.row("penstock", step_s, **asked, homes=homes, memory=memory, lanes=lanes)
     except (UserError, torch.OutOfMemoryError) as error:
-        return case.row("penstock", step_s=None, floor_s=floor_s, error=str(error).splitlines()[0])
+        text = "out of GPU memory" if isinstance(error, torch.OutOfMemoryError) else str(error).splitlines()[0]
+        return case.row("penstock", None, **asked, error=text)
     finally:
         if engine is not None:
             engine.release()
-        del engine
-        gc.collect()
-        if case.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(case.device)
+        model.zero_grad()
 
 
-def _lanes(engine: NativeEngine, batches: list[MicroBatch]) -> str:
-    """How long each lane was busy in a step, and how long the model waited for them."""
-    trained = sum(batch.num_trained for batch in batches)
-    tape = engine.optimizer.tape
+def lane_report(engine: NativeEngine, step: Callable[[], object]) -> dict[str, float]:
+    """Busy seconds of a step by lane. `wait` is how long the model stood still for an update."""
+    tape, steps = engine.optimizer.tape, 2
     tape.start()
-    for _ in range(2):
-        engine.begin(1e-5)
-        for number, batch in enumerate(batches, start=1):
-            engine.accumulate(batch, trained, last=number == len(batches))
-        engine.step()
-    spans = tape.stop()
-    names = sorted({span.lane for span in spans})
-    return ", ".join(f"{name} {sum(s.end - s.start for s in spans if s.lane == name) / 2:.3f}" for name in names)
+    for _ in range(steps):
+        step()
+    engine.optimizer.synchronize()
+    busy: dict[str, float] = {}
+    for span in tape.stop():
+        busy[span.lane] = busy.get(span.lane, 0.0) + (span.end - span.start) / steps
+    return dict(sorted(busy.items()))
+
+
+def peer_row(case: Case, peer: Peer, asked: Asked, directory: Path) -> Row:
+    """A peer's step on the same work, or why there is none."""
+    log = directory / f"{case.recipe.name} {peer.label}.log".replace(" ", "-")
+    result = run_peer(peer, case.recipe, steps=asked.steps, timeout_s=asked.timeout_s, log=log)
+    return case.row(
+        peer.name,
+        result.step_s,
+        mode=peer.mode,
+        states=STATES[peer.name],
+        clip=CLIPS[peer.name] and bool(case.recipe.max_grad_norm),
+        recompute="none" if case.recipe.recompute in ("none", 0) else "full",  # Hugging Face has nothing between
+        gpu_bytes=result.gpu_bytes,
+        host_bytes=result.host_bytes,
+        versions=result.versions or _versions(),
+        error=result.error,
+        setting=peer.setting,
+    )
+
+
+def _give_back(device: torch.device) -> None:
+    """Whoever is measured next finds the device as empty as it can be, and a peak that starts from here."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _time_floor(packed: PackedModel, batches: list[MicroBatch], steps: int) -> float:
@@ -179,59 +309,48 @@ def _time_floor(packed: PackedModel, batches: list[MicroBatch], steps: int) -> f
         for batch in batches:
             (packed.loss_sum(batch) / trained).backward()
 
-    seconds = _median_seconds(step, packed.device, steps)
+    seconds = median_seconds(step, packed.device, steps)
     for hook in hooks:
         hook.remove()
     return seconds
 
 
-def _time_steps(engine: NativeEngine, batches: list[MicroBatch], steps: int) -> float:
+def _time_steps(
+    engine: NativeEngine, recipe: Recipe, batches: list[MicroBatch], steps: int
+) -> tuple[float, int, dict[str, float]]:
+    """Seconds of a step, the most bytes of gradients that were there between its parts, and the lanes' seconds."""
     trained = sum(batch.num_trained for batch in batches)
+    gradients = 0
 
     def step() -> None:
-        engine.begin(1e-5)
+        nonlocal gradients
+        engine.begin(recipe.lr)
         for number, batch in enumerate(batches, start=1):
             engine.accumulate(batch, trained, last=number == len(batches))
+            gradients = max(gradients, sum(p.grad.nbytes for p in engine.model.parameters() if p.grad is not None))
         engine.step()
 
-    return _median_seconds(step, engine.packed.device, steps)
+    seconds = median_seconds(step, engine.packed.device, steps)
+    return seconds, gradients, lane_report(engine, step)
 
 
-def _median_seconds(step: Callable[[], object], device: torch.device, steps: int) -> float:
-    """Median time of a step among steps that follow one another without a pause, after two to warm up."""
-    times: list[float] = []
-    if device.type != "cuda":
-        for _ in range(steps + 1):
-            start = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times[1:])
-    marks = []
-    for _ in range(steps + 3):
-        marks.append(torch.cuda.Event(enable_timing=True))
-        marks[-1].record()
-        step()
-    torch.cuda.synchronize(device)
-    times = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
-    return statistics.median(times[2:])
+def flops_of_step(model: PreTrainedModel, recipe: Recipe) -> float:
+    """Model FLOPs of a step, recompute not counted: six a weight and token, and attention's two products.
 
-
-def _flops_of_step(model: torch.nn.Module, recipe: Recipe) -> float:
-    """Model FLOPs of a step, recompute not counted: six a weight and token, and attention's products."""
-    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    A lookup is no product: embeddings count only where they are the head as well. Attention counts the full square, as
+    the field does, although a causal kernel computes half of it and a sliding window less.
+    """
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
     weights = sum(p.numel() for p in model.parameters())
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and (head is None or module.weight is not head.weight):
+            weights -= module.weight.numel()
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts:
         in_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
         weights -= int(in_experts * (1 - config.num_experts_per_tok / experts))
-    tokens = recipe.batch_size * recipe.max_length
-    attention = 12.0 * config.num_hidden_layers * config.hidden_size * recipe.max_length
-    return float((6.0 * weights + attention) * tokens)
-
-
-def _matrix_tflops(device: torch.device) -> float:
-    """The rate of a large bf16 matrix product: what the machine could do at most."""
-    size = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(size, size, device=device).bfloat16()
-    seconds = _median_seconds(lambda: torch.mm(a, a), device, 20 if device.type == "cuda" else 3)
-    return 2.0 * size**3 / seconds / 1e12
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    attention = 12.0 * config.num_hidden_layers * heads * head_dim * recipe.max_length
+    return float((6.0 * weights + attention) * recipe.batch_size * recipe.max_length)

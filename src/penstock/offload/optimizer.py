@@ -383,13 +383,17 @@ class OffloadAdamW(torch.optim.Optimizer):
                     main_waits(self._device, update.result())
             unit.updates.clear()
 
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of state by home."""
+        return {home.name: sum(c.state_bytes for c in chunks) for home, chunks in self._homes}
+
     def describe(self) -> str:
         """Where state lives, in words."""
-        parts = [f"{sum(c.state_bytes for c in chunks) / 1e9:,.2f} GB {home.name}" for home, chunks in self._homes]
-        if self._homes[-1][0].name == "host":
-            parts[-1] += f" (cores: {len(self._cores)})"
+        parts = {home: f"{size / 1e9:,.2f} GB {home}" for home, size in self.state_bytes().items()}
+        if "host" in parts:
+            parts["host"] += f" (cores: {len(self._cores)})"
         overlap = "" if self._overlap else ", without overlap"
-        return f"optimizer state: {', '.join(parts)}; schedule {self.schedule}{overlap}"
+        return f"optimizer state: {', '.join(parts.values())}; schedule {self.schedule}{overlap}"
 
     def synchronize(self) -> None:
         """Wait until every update has been made; weights and state may then be read anywhere."""

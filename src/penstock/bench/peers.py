@@ -1,0 +1,213 @@
+"""Peers: other systems on the same shapes and the same batch, each in a process of its own.
+
+A peer may run out of memory, hang, die or not be installed; all of that is a result, and none of it may touch ours or
+the next peer's. So the parent knows a peer only by its command, its exit and the JSON lines it printed. Running peers
+in this process was rejected: DeepSpeed binds the process to a few cores and starts workers, and what torch's allocator
+keeps would count against whoever comes next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from penstock.data.store import cache_root
+from penstock.errors import Interrupted
+from penstock.recipe import Recipe, to_dict
+
+PEERS = ("deepspeed", "torchao", "flashoptim")
+MODES = ("superoffload", "zerooffload")
+STATES = {"deepspeed": "fp32", "torchao": "bf16", "flashoptim": "int8"}
+"""Format of the moments. torchao's weights have no master beyond bf16; FlashOptim's has 24 bits."""
+CLIPS = {"deepspeed": True, "torchao": False, "flashoptim": True}
+"""Whether the peer can clip by the global norm. torchao has sent the gradients down by the time the norm is known."""
+SAMPLE_SECONDS = 0.25
+"""Between looks at a peer's memory."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One peer with its settings."""
+
+    name: str
+    mode: str = ""
+    ratio: float | None = None
+    """Share of the state that DeepSpeed offloads."""
+
+    @property
+    def label(self) -> str:
+        """For a line on the console, and a file's name."""
+        return " ".join(filter(None, (self.name, self.mode, self.setting)))
+
+    @property
+    def setting(self) -> str:
+        """For the row."""
+        return "" if self.ratio is None else f"ratio {self.ratio:g}"
+
+
+@dataclass(frozen=True)
+class PeerResult:
+    """What came back."""
+
+    step_s: float | None = None
+    gpu_bytes: int = 0
+    host_bytes: int = 0
+    versions: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended."""
+
+    code: int | None
+    """None: it was killed at the time limit."""
+    lines: list[dict[str, Any]]
+    """The JSON objects with a key `peer` that it printed."""
+    last_line: str
+    host_bytes: int
+
+
+def peers_of(names: Sequence[str], modes: Sequence[str], ratios: Sequence[float]) -> list[Peer]:
+    """Every setting of every peer that is asked for."""
+    found: list[Peer] = []
+    for name in names:
+        if name == "deepspeed":
+            found += [Peer(name, mode, ratio) for mode in modes for ratio in ratios]
+        else:
+            found.append(Peer(name))
+    return found
+
+
+def run_peer(peer: Peer, recipe: Recipe, *, steps: int, timeout_s: float, log: Path) -> PeerResult:
+    """Measure a peer's step in a new process. `log` gets what it prints, and stays only if it failed."""
+    if importlib.util.find_spec(peer.name) is None:
+        return PeerResult(error=f"not installed: pip install {peer.name}")
+    spec = log.with_suffix(".json")
+    spec.write_text(json.dumps({"peer": asdict(peer), "recipe": to_dict(recipe), "steps": steps}), encoding="utf-8")
+    command = [sys.executable, "-m", "penstock.bench.peer_process", str(spec)]
+    kernels = cache_root().parent / "peer-kernels"
+    try:
+        ended = run_process(command, timeout_s=timeout_s, log=log, env={"TORCH_EXTENSIONS_DIR": str(kernels)})
+    finally:
+        spec.unlink()
+        # A peer that is killed while it compiles leaves a lock, and the next would wait for it for ever.
+        for lock in kernels.glob("*/lock"):
+            lock.unlink(missing_ok=True)
+    result = judge(ended, peer.name, timeout_s)
+    if not result.error:
+        log.unlink()
+    return result
+
+
+def run_process(command: Sequence[str], *, timeout_s: float, log: Path, env: dict[str, str] | None = None) -> Exit:
+    """Run a command as a process group of its own, watch its memory, and leave nothing of the group behind.
+
+    `env` is what the command gets where the environment does not say it already.
+    """
+    peak = 0
+    deadline = time.monotonic() + timeout_s
+    with log.open("wb") as file, _stoppable():
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**(env or {}), **os.environ},
+        )
+        try:
+            while process.poll() is None and time.monotonic() < deadline:
+                peak = max(peak, tree_bytes(process.pid))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.01, min(SAMPLE_SECONDS, deadline - time.monotonic())))
+            code = process.poll()
+        finally:  # also when we are interrupted: the group does not get our terminal's signals
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    text = log.read_text(encoding="utf-8", errors="replace")
+    printed = [line for line in text.splitlines() if line.strip()]
+    return Exit(code, _objects(printed), printed[-1].strip() if printed else "", peak)
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM, such as a job's own time limit sends, unwinds like Ctrl-C: dying of it would leave the group running."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Interrupted("stopped by SIGTERM; the rows so far are written", signal_number=number)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def tree_bytes(pid: int) -> int:
+    """Resident memory of a process and its descendants. What they share is counted once, for the one with most."""
+    private, shared = 0, 0
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                memory = process.memory_info()
+                private += memory.rss - memory.shared
+                shared = max(shared, memory.shared)
+    return private + shared
+
+
+def _objects(lines: Sequence[str]) -> list[dict[str, Any]]:
+    found = []
+    for line in lines:
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                value = json.loads(line)
+                if "peer" in value:
+                    found.append(value)
+    return found
+
+
+def judge(ended: Exit, name: str, timeout_s: float) -> PeerResult:
+    """A result, or why there is none, in words for the table."""
+    last = ended.lines[-1] if ended.lines else {}
+    if "step_s" in last:
+        return PeerResult(last["step_s"], last["gpu_bytes"], ended.host_bytes, last["versions"])
+    return PeerResult(
+        gpu_bytes=int(last.get("gpu_bytes", 0)),
+        host_bytes=ended.host_bytes,
+        versions=str(last.get("versions", "")),
+        error=_reason(ended, last, name, timeout_s),
+    )
+
+
+def _reason(ended: Exit, last: dict[str, Any], name: str, timeout_s: float) -> str:
+    if "missing" in last:
+        return f"not installed: pip install {last['missing']} ({name} needs it)"
+    if "error" in last:
+        return str(last["error"])
+    if ended.code is None:
+        done = int(last.get("steps_done", 0))
+        return f"only {done} steps within {timeout_s:g} s" if done else f"no step within {timeout_s:g} s"
+    if ended.code == -signal.SIGKILL:
+        return "killed (host memory?)"
+    if ended.code < 0:
+        return f"died of {signal.Signals(-ended.code).name}"
+    return f"exit {ended.code}: {ended.last_line}"

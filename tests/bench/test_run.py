@@ -1,0 +1,138 @@
+"""The benchmark on tiny models: what it counts, what it varies, what a row says."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from penstock.bench.run import Asked, Case, bench, default_directory, flops_of_step, split_batch, variants
+from penstock.errors import RecipeError
+from penstock.model.load import load_config, load_model
+from penstock.presets import PRESETS
+from penstock.recipe import FIELDS
+
+SHAPE = "num_hidden_layers=2,hidden_size=32,intermediate_size=48,vocab_size=300,num_attention_heads=4"
+TINY = dataclasses.replace(
+    PRESETS["llama-8b"], init="random", shape=SHAPE + ",num_key_value_heads=2,head_dim=16", dtype="fp32", device="cpu",
+    batch_size=3, micro_batch_size=2, max_length=16, recompute="none",
+)  # fmt: skip
+
+
+def build(recipe):
+    return load_model(recipe, load_config(recipe), torch.device("cpu"), lambda _: None)
+
+
+def test_a_batch_that_is_no_multiple_ends_with_a_smaller_micro_batch():
+    assert split_batch(TINY) == [2, 1]
+    assert split_batch(dataclasses.replace(TINY, batch_size=4)) == [2, 2]
+    assert split_batch(dataclasses.replace(TINY, micro_batch_size=0)) == [3]
+
+
+def test_flops_are_those_of_the_products():
+    """Counted by torch itself as it runs, forward and backward."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    recipe = dataclasses.replace(TINY, attention="eager", batch_size=1, micro_batch_size=1, max_length=64)
+    model = build(recipe)
+    model.set_attn_implementation("eager")
+    ids = torch.randint(300, (1, 64))
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert flops_of_step(model, recipe) == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_a_tied_embedding_counts_once_as_the_head():
+    tied = build(dataclasses.replace(TINY, shape=TINY.shape + ",tie_word_embeddings=true"))
+    assert flops_of_step(tied, TINY) == flops_of_step(build(TINY), TINY)
+
+
+def test_only_the_experts_a_token_passes_count():
+    moe = dataclasses.replace(
+        TINY, model=PRESETS["qwen3-30b-a3b"].model,
+        shape=SHAPE + ",num_key_value_heads=2,head_dim=16,num_experts=8,num_experts_per_tok=2,moe_intermediate_size=16",
+    )  # fmt: skip
+    every = dataclasses.replace(moe, shape=moe.shape.replace("num_experts_per_tok=2", "num_experts_per_tok=8"))
+    model, all_of_them = build(moe), build(every)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    saved = flops_of_step(all_of_them, every) - flops_of_step(model, moe)
+    assert saved == pytest.approx(6 * experts * 6 / 8 * 3 * 16)
+
+
+def test_in_backward_does_not_clip_and_zerooffload_updates_after_backward():
+    clipped, plain = variants(TINY, (), ("after-norm", "in-backward"), ())
+    assert (clipped.max_grad_norm, plain.max_grad_norm) == (1.0, 0.0)
+    if "mode" in FIELDS:
+        both = variants(TINY, ("superoffload", "zerooffload"), ("after-norm", "in-backward"), ())
+        assert [(r.mode, r.max_grad_norm) for r in both][2:] == [("zerooffload", 1.0)]
+    with pytest.raises(RecipeError, match="after-norm"):
+        variants(TINY, ("zerooffload",), ("in-backward",), ())
+
+
+def test_a_format_that_does_not_exist_yet_is_refused_not_ignored():
+    if "states" in FIELDS:
+        assert [r.states for r in variants(TINY, (), ("after-norm",), ("fp32", "bf16"))] == ["fp32", "bf16"]
+    else:
+        with pytest.raises(RecipeError, match="only 'fp32' yet"):
+            variants(TINY, (), ("after-norm",), ("bf16",))
+
+
+def test_results_lie_by_day_and_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cpu = torch.device("cpu")
+    assert default_directory(cpu).parent.name == "bench-results"
+    (tmp_path / "benchmarks").mkdir()
+    assert default_directory(cpu).as_posix().startswith("benchmarks/results/20")
+    assert default_directory(cpu).name.endswith("-cpu")
+
+
+def test_exposed_is_what_the_step_takes_beyond_the_floor():
+    row = Case(TINY, torch.device("cpu"), 2.0, 6e12, floor_s=1.5).row("penstock", 2.0)
+    assert (row.exposed_s, row.tokens_per_s, row.model_tflops, row.matrix_tflops) == (0.5, 24.0, 3.0, 2.0)
+    failed = Case(TINY, torch.device("cpu"), 2.0, 6e12, floor_s=1.5).row("penstock", None, error="no")
+    assert (failed.step_s, failed.exposed_s, failed.tokens_per_s, failed.floor_s) == (None, None, None, 1.5)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    return bench(TINY, Asked(steps=2), to=str(tmp_path_factory.mktemp("to")), say=lambda _: None)
+
+
+def test_rows_are_the_floor_and_each_variant(report):
+    assert [(row.system, row.schedule, row.clip) for row in report.rows] == [
+        ("floor", "", False),
+        ("penstock", "after-norm", True),
+        ("penstock", "in-backward", False),
+    ]
+    floor = report.rows[0].step_s
+    assert all(row.floor_s == floor and 0 < row.step_s < 100 * floor for row in report.rows)
+    assert {(row.batch, row.micro_batch, row.seq) for row in report.rows} == {(3, 2, 16)}
+
+
+def test_memory_is_told_by_place(report):
+    weights = sum(p.nbytes for p in build(TINY).parameters())
+    _, clipped, plain = (row.memory for row in report.rows)
+    assert clipped.weights == weights
+    assert clipped.resident + clipped.streamed + clipped.host_state == 2 * weights  # fp32 weights: two moments
+    assert clipped.gradients == weights
+    assert plain.gradients == weights, "with micro-batches, gradients add up before the last frees them"
+
+
+def test_without_micro_batches_in_backward_keeps_no_gradients(tmp_path):
+    recipe = dataclasses.replace(TINY, micro_batch_size=0)
+    found = bench(recipe, Asked(steps=1, updates=("in-backward",)), to=str(tmp_path), say=lambda _: None)
+    assert found.rows[1].memory.gradients == 0
+
+
+def test_a_recipe_of_ours_that_fails_is_a_row_too(tmp_path, monkeypatch):
+    from penstock.bench import run
+    from penstock.errors import DoesNotFit
+
+    class Full(run.NativeEngine):
+        def __init__(self, *args):
+            raise DoesNotFit("optimizer state needs 999 GiB", remedy="Buy some.")
+
+    monkeypatch.setattr(run, "NativeEngine", Full)
+    rows = bench(TINY, Asked(steps=1), to=str(tmp_path), say=lambda _: None).rows
+    assert [row.error for row in rows] == ["", *["optimizer state needs 999 GiB"] * 2]
+    assert "999 GiB" in (tmp_path / "table.txt").read_text()
