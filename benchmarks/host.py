@@ -10,8 +10,9 @@ import torch
 
 from penstock.hardware import available_host_bytes, usable_cores
 from penstock.offload.arena import Arena
+from penstock.offload.formats import FORMATS
 from penstock.offload.homes import HOST_PART
-from penstock.offload.kernels import NUM_COEFFICIENTS, StateView, adamw_
+from penstock.offload.kernels import NUM_COEFFICIENTS, adamw_
 from penstock.offload.rates import measure_rates
 
 
@@ -42,12 +43,13 @@ def kernel_rates(n: int) -> dict[str, float]:
     fused.step()
     theirs = best_seconds(fused.step)
     weight, gradient = torch.randn(n).bfloat16(), torch.randn(n).bfloat16()
-    state = StateView(torch.zeros(n, dtype=torch.int16), torch.zeros(n), torch.zeros(n))
+    states = FORMATS["fp32"]
+    state = states.cut(torch.zeros(states.num_bytes(n, weight.dtype), dtype=torch.uint8), n, weight.dtype)
     coefficients = torch.full((NUM_COEFFICIENTS,), 0.5)
 
     def part(start: int) -> None:
-        s = slice(start, min(start + HOST_PART, n))
-        adamw_(weight[s], gradient[s], StateView(state.remainder[s], state.first[s], state.second[s]), coefficients)
+        stop = min(start + HOST_PART, n)
+        adamw_(weight[start:stop], gradient[start:stop], state.part(start, stop), coefficients)
 
     with ThreadPoolExecutor(len(cores)) as pool:
         ours = best_seconds(lambda: list(pool.map(part, range(0, n, HOST_PART))))

@@ -57,6 +57,7 @@ class NativeEngine:
             eps=recipe.eps,
             max_grad_norm=recipe.max_grad_norm,
             params=decay_groups(model, recipe.weight_decay),
+            states=recipe.states,
             units=self.packed.units.layers,
             activation_bytes=trial.activation_bytes,
             hidden_seconds=trial.forward_seconds if recipe.max_grad_norm else trial.backward_seconds,

@@ -8,6 +8,7 @@ import torch
 
 from penstock.errors import DoesNotFit
 from penstock.hardware import available_host_bytes
+from penstock.offload.formats import FORMATS, StateFormat
 from penstock.offload.rates import measure_rates
 from penstock.plan.place import Need, Placement, Room, place
 
@@ -20,6 +21,7 @@ HOST_RESERVE = 6 * 2**30
 def choose_homes(
     parameters: Sequence[torch.Tensor],
     device: torch.device,
+    states: StateFormat,
     *,
     gradients_kept: bool,
     activation_bytes: int,
@@ -30,7 +32,7 @@ def choose_homes(
     """The placement for what is free now. Weights are allocated already; gradients and activations are not."""
     num_params = sum(p.numel() for p in parameters)
     weight_bytes = sum(p.numel() * p.itemsize for p in parameters)
-    state_bytes = sum(p.numel() * (10 if p.dtype is torch.bfloat16 else 8) for p in parameters)
+    state_bytes = _state_bytes(parameters, states)
     if device.type != "cuda":
         return Placement(num_params, 0, 0, 0.0)
     free = torch.cuda.mem_get_info(device)[0]
@@ -41,10 +43,16 @@ def choose_homes(
     if room.gpu_bytes >= state_bytes:
         return Placement(num_params, 0, 0, 0.0)
     room = Room(room.gpu_bytes - staging_bytes, room.host_bytes)
-    placement = place(need, room, measure_rates(device, cores))
+    placement = place(need, room, measure_rates(device, cores, states))
     if placement is None:
-        raise DoesNotFit(_shortage(need, room), remedy="Try --recompute full or a smaller batch.")
+        saved = {f.name: (state_bytes - _state_bytes(parameters, f)) / 2**30 for f in FORMATS.values()}
+        smaller = "".join(f"--states {name} (saves {gib:.1f}), " for name, gib in saved.items() if gib > 0)
+        raise DoesNotFit(_shortage(need, room), remedy=f"Try {smaller}--recompute full or a smaller batch.")
     return placement
+
+
+def _state_bytes(parameters: Sequence[torch.Tensor], states: StateFormat) -> int:
+    return sum(states.num_bytes(p.numel(), p.dtype) for p in parameters)
 
 
 def _shortage(need: Need, room: Room) -> str:

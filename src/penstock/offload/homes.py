@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 
 from penstock.offload.arena import Arena, padded
-from penstock.offload.kernels import StateView, adamw_
+from penstock.offload.formats import StateFormat, StateView
+from penstock.offload.kernels import adamw_
 from penstock.offload.lanes import Lane, Mark, main_mark
 
 NUM_SLOTS = 4
 """Staging slots of `stream`: one arriving, one updating, one leaving, one to absorb jitter."""
 HOST_PART = 1 << 20
-"""Elements that one thread updates in one call of the C kernel: a few milliseconds, so little waiting at the end."""
+"""Elements that one thread updates in one call of the C kernel: a few milliseconds, so little waiting at the end. A
+multiple of every format's block."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +38,16 @@ class Chunk:
     start: int
     size: int
     dtype: torch.dtype
+    states: StateFormat
 
     @property
     def state_bytes(self) -> int:
         """Bytes of its state."""
-        return self.size * (10 if self.dtype is torch.bfloat16 else 8)
+        return self.states.num_bytes(self.size, self.dtype)
 
     def view(self, buffer: Tensor) -> StateView:
-        """`buffer` of bytes as first moment, second moment, remainder."""
-        n = self.size
-        first, second = buffer[: 4 * n].view(torch.float32), buffer[4 * n : 8 * n].view(torch.float32)
-        return StateView(buffer[8 * n : self.state_bytes].view(torch.int16), first, second)
+        """`buffer` of bytes as the tensors of its state."""
+        return self.states.cut(buffer, self.size, self.dtype, start=self.start, salt=self.parameter)
 
     def of(self, flat: Tensor) -> Tensor:
         """This chunk's part of its parameter's flat tensor."""
@@ -239,9 +240,9 @@ class HostHome:
         state = chunk.view(copy.state)
 
         def update_part(start: int) -> None:
-            part = slice(start, min(start + HOST_PART, chunk.size))
-            own = StateView(state.remainder[part], state.first[part], state.second[part])
-            adamw_(host_weight[part], host_gradient[part], own, coefficients.host)
+            stop = min(start + HOST_PART, chunk.size)
+            own = state.part(start, stop)
+            adamw_(host_weight[start:stop], host_gradient[start:stop], own, coefficients.host)
 
         for _ in self._threads.map(update_part, range(0, chunk.size, HOST_PART)):
             pass

@@ -28,15 +28,17 @@ from torch import Tensor, nn
 from penstock.errors import RecipeError
 from penstock.hardware import usable_cores
 from penstock.offload.auto import choose_homes
+from penstock.offload.formats import StateName, format_named
 from penstock.offload.homes import NUM_SLOTS, Chunk, Coefficients, Home, HostHome, ResidentHome, StreamHome
-from penstock.offload.kernels import GO, join, split
+from penstock.offload.kernels import GO, split
 from penstock.offload.lanes import Lane, Mark, main_mark, main_waits
 from penstock.offload.norm import Norm, Scalars, clip
+from penstock.offload.saved import check_format, read_state, write_state
 
 HomeName = Literal["gpu", "stream", "host"]
 Schedule = Literal["after-norm", "in-backward"]
 DEFAULT_CHUNK = 1 << 24
-"""Elements in a chunk: 160 MiB of state, long enough a copy to run at the link's full rate."""
+"""Elements in a chunk: 160 MiB of fp32 state, long enough a copy to run at the link's full rate."""
 
 
 @dataclass
@@ -59,7 +61,11 @@ class StepReport:
 
 
 class OffloadAdamW(torch.optim.Optimizer):
-    """AdamW with an exact fp32 master for bf16 weights and state in three homes. See the module's docstring."""
+    """AdamW with an exact fp32 master for bf16 weights and state in three homes. See the module's docstring.
+
+    `states`: `fp32` is exact; `bf16` and `int8` keep the moments in fewer bits, with stochastic rounding that depends
+    on nothing but element, parameter and step, so homes and chunks stay invisible. See `formats.py`.
+    """
 
     def __init__(
         self,
@@ -71,6 +77,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         max_grad_norm: float = 1.0,
         *,
         params: Iterable[dict[str, Any]] | None = None,
+        states: StateName = "fp32",
         homes: Literal["auto"] | HomeName | Mapping[HomeName, float] = "auto",
         schedule: Schedule | Literal["auto"] = "auto",
         overlap: bool = True,
@@ -98,6 +105,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         remainders = self._round_to(working_dtype)
         self._norm = Norm([p.numel() for p in self._parameters], self._device)
         self._scalars = Scalars(len(self.param_groups), self._device)
+        self._states = format_named(states)
+        chunk_size = self._states.whole_blocks(chunk_size)
         self._chunks = [self._cut(i, chunk_size) for i in range(len(self._parameters))]
         self._update_lane = Lane(self._device)
         cores = usable_cores()
@@ -130,15 +139,16 @@ class OffloadAdamW(torch.optim.Optimizer):
     def _cut(self, index: int, chunk_size: int) -> list[Chunk]:
         p = self._parameters[index]
         starts = range(0, p.numel(), chunk_size)
-        return [Chunk(index, start, min(chunk_size, p.numel() - start), p.dtype) for start in starts]
+        return [Chunk(index, start, min(chunk_size, p.numel() - start), p.dtype, self._states) for start in starts]
 
     def _choose(self, activation_bytes: int, hidden_seconds: float, chunk_size: int) -> dict[HomeName, float]:
         placement = choose_homes(
             self._parameters,
             self._device,
+            self._states,
             gradients_kept=self.schedule == "after-norm",
             activation_bytes=activation_bytes,
-            staging_bytes=NUM_SLOTS * 10 * chunk_size,
+            staging_bytes=NUM_SLOTS * self._states.num_bytes(chunk_size, torch.bfloat16),
             hidden_seconds=hidden_seconds,
             cores=self._cores,
         )
@@ -379,7 +389,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         parts = [
             f"{sum(c.state_bytes for c in chunks) / 1e9:,.2f} GB {home.name}" for home, chunks in self._homes if chunks
         ]
-        return f"optimizer state: {', '.join(parts)}; schedule {self.schedule}"
+        return f"optimizer state in {self._states.name}: {', '.join(parts)}; schedule {self.schedule}"
 
     def synchronize(self) -> None:
         """Wait until every update has been made; weights and state may then be read anywhere."""
@@ -394,24 +404,13 @@ class OffloadAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Everything, per parameter, on the CPU: step count, powers, fp32 master and moments, parameter groups."""
         self.synchronize()
-        entries = [self._state_of(index) for index in range(len(self._parameters))]
+        entries = [read_state(p, self._where(chunks)) for p, chunks in zip(self._parameters, self._chunks, strict=True)]
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         scalars = {"steps": self._scalars.steps.cpu(), "powers": self._scalars.powers.cpu()}
         return {"state": entries, "param_groups": groups, **scalars}
 
-    def _state_of(self, index: int) -> dict[str, Tensor]:
-        p = self._parameters[index]
-        weight = p.detach().view(-1)
-        parts = []
-        for chunk in self._chunks[index]:
-            view = chunk.view(self._home_of[chunk].state(chunk))
-            own = chunk.of(weight)
-            remainder = view.remainder.to(own.device)
-            master = join(own, remainder) if p.dtype is torch.bfloat16 else own
-            parts.append([t.cpu() for t in (master, view.first, view.second)])
-        names = ("master", "exp_avg", "exp_avg_sq")
-        columns = zip(*parts, strict=True)
-        return {name: torch.cat(column).view(p.shape) for name, column in zip(names, columns, strict=True)}
+    def _where(self, chunks: list[Chunk]) -> list[tuple[Chunk, Tensor]]:
+        return [(chunk, self._home_of[chunk].state(chunk)) for chunk in chunks]
 
     @torch.no_grad()
     def _weights_were_set(self) -> None:
@@ -426,6 +425,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take everything back, weights included: the working weight is the rounded master."""
+        check_format(state_dict["state"], self._states)
         self.synchronize()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)
@@ -433,16 +433,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._scalars.powers = state_dict["powers"].to(self._device)
         self._forget_step()
         for p, chunks, entry in zip(self._parameters, self._chunks, state_dict["state"], strict=True):
-            assert all(tensor.shape == p.shape for tensor in entry.values()), "the state is of another model"
-            flat = {name: tensor.reshape(-1) for name, tensor in entry.items()}
-            for chunk in chunks:
-                view = chunk.view(self._home_of[chunk].state(chunk))
-                master = chunk.of(flat["master"])
-                weight, remainder = split(master) if p.dtype is torch.bfloat16 else (master, view.remainder)
-                chunk.of(p.detach().view(-1)).copy_(weight)
-                view.remainder.copy_(remainder)
-                view.first.copy_(chunk.of(flat["exp_avg"]))
-                view.second.copy_(chunk.of(flat["exp_avg_sq"]))
+            write_state(p, self._where(chunks), entry)
         self._start_from([None] * len(self._parameters))
 
     def close(self) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from penstock.offload.arena import Arena, padded
+from penstock.offload.formats import FORMATS, StateFormat, StateView
 from penstock.offload.homes import HOST_PART, Chunk
-from penstock.offload.kernels import NUM_COEFFICIENTS, StateView, adamw_
+from penstock.offload.kernels import NUM_COEFFICIENTS, adamw_
 from penstock.offload.lanes import Lane
 from penstock.plan.place import Rates
 
@@ -23,9 +24,9 @@ SAMPLE_BYTES = 256 * 2**20
 SECONDS = 0.4
 
 
-def measure_rates(device: torch.device, cores: Sequence[int]) -> Rates:
+def measure_rates(device: torch.device, cores: Sequence[int], states: StateFormat = FORMATS["fp32"]) -> Rates:
     """Link and CPU AdamW rates with both directions of the link and all `cores` busy."""
-    chunks = [Chunk(i, 0, HOST_PART, torch.bfloat16) for i in range(4 * len(cores))]
+    chunks = [Chunk(i, 0, HOST_PART, torch.bfloat16, states) for i in range(4 * len(cores))]
     weights = [padded(2 * c.size) for c in chunks]
     total = 2 * SAMPLE_BYTES + sum(padded(c.state_bytes) for c in chunks) + 2 * sum(weights)
     arena = Arena(total, pinned=device.type == "cuda")
