@@ -87,7 +87,7 @@ def _second_codes(v, root, inverse, inverse_root, random):  # type: ignore[no-un
     share = _at_most_one(v * inverse)
     below = tl.minimum((tl.sqrt_rn(_at_most_one(root * inverse_root)) * 255.0).to(tl.int32), 254)
     code = below + _goes_up(share, _second_share(below), _second_share(below + 1), random)
-    return tl.where((code == 0) & (v > 0.0), 1, code).to(tl.uint8)
+    return tl.where(v > 0.0, tl.maximum(code, 4), code).to(tl.uint8)
 
 
 # Parameters of kernels have no types: Triton would look an annotation up as a global of the kernel.

@@ -113,7 +113,8 @@ static inline uint8_t second_code(float v, float root, float inverse, float inve
     int32_t below = (int32_t)(sqrtf(at_most_one(root * inverse_root)) * 255.0f);
     below = below < 254 ? below : 254;
     int32_t code = below + goes_up(share, second_share(below), second_share(below + 1), random);
-    return (uint8_t)(code + ((code == 0) & (float_to_bits(v) != 0)));
+    int32_t smallest = float_to_bits(v) ? 4 : 0;
+    return (uint8_t)(code > smallest ? code : smallest);
 }
 
 static inline float scale_of(uint32_t largest) {

@@ -13,8 +13,8 @@ bf16: 16 random bits are added below the kept half, which is then cut off.
 int8: of a block of 256 elements the largest magnitude is the scale. A first moment is a signed code c that stands for
 sign(c) (c/127)^2 of the scale, a second moment a code that stands for (c/255)^4: codes lie close where values are
 small, and the denominator sqrt(v) has the same form as the numerator. Linear codes were rejected: they turn everything
-under 1/255 of the block's largest into zero. A second moment that is not zero never gets code 0, and a scale is never
-under 2^-94, so that it never decodes to zero either: a zero denominator under a first moment would explode.
+under 1/255 of the block's largest into zero. A second moment that is not zero never gets a code under 4, and a scale
+is never under 2^-94, so that it never decodes to zero: a zero denominator under a first moment would explode.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from torch import Tensor
 from penstock.offload.formats import BLOCK, StateView
 
 FIRST_CODES, SECOND_CODES = 127, 255
+SMALLEST_SECOND = 4
+"""Code of the smallest second moment that is not zero. With 1, elements ten thousand times smaller than the largest of
+their block took steps of 17 times the learning rate, where exact ones are under 1: chance drops their denominator and
+raises their first moment. With 4 it is 2; with 8, elements a thousand times smaller begin to learn too slowly."""
 SMALLEST_SCALE, LARGEST_SCALE = 0x10800000, 0x7F7FFFFF
 """Bits of 2^-94, whose 255^4th part is the smallest normal number, and of the largest finite one."""
 TOP_STEP = 0x7F7F0000
@@ -104,7 +108,7 @@ def _second_codes(values: Tensor, scale: Tensor, random: Tensor) -> Tensor:
     low, high = below.float() * (1 / SECOND_CODES), (below + 1).float() * (1 / SECOND_CODES)
     low, high = low * low, high * high
     code = below + _goes_up(share, low * low, high * high, random)
-    return torch.where((code == 0) & (values > 0), 1, code).to(torch.uint8)
+    return torch.where(values > 0, code.clamp(min=SMALLEST_SECOND), code).to(torch.uint8)
 
 
 def _goes_up(share: Tensor, low: Tensor, high: Tensor, random: Tensor) -> Tensor:
