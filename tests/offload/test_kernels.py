@@ -56,6 +56,17 @@ def problem(n, dtype, states="fp32", seed=0, start=512, salt=5):
     return weight.clone(), gradient, state
 
 
+def extremes(states):
+    """Moments that are the gradient and its square: overflow, the largest numbers, ten decades, tiny blocks."""
+    largest = torch.finfo(torch.float32).max
+    hard = torch.tensor([largest, -largest, 1.8446e19, -1e19, 1e-45, 0.0, 1e-20, 1.0]).repeat(96)
+    decades = (torch.linspace(-9, 1, 768), torch.linspace(-18, -15, 256), torch.linspace(-44, -30, 256))
+    small = 10.0 ** torch.cat(decades) * torch.tensor([1.0, -1.0]).repeat(640)
+    weight, _, state = problem(2048, torch.float32, states)
+    row = torch.tensor([1, 0, 1, 0, 1, 1, 1e-8, 1, 1e-3, 1, 17]).float()
+    return (weight, torch.cat((hard, small)), state), row
+
+
 def copies(weight, gradient, state, device):
     tensors = (getattr(state, name).clone().to(device) for name in TENSORS)
     return weight.clone().to(device), gradient.to(device), StateView(*tensors, state.start, state.salt)
@@ -98,6 +109,20 @@ def test_triton_in_its_interpreter_equals_reference(n, dtype, states):
         launch_adamw(*a, coefficients(t))
         adamw_reference_(*b, coefficients(t))
     assert_same(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@all_formats
+def test_extremes_are_the_same_in_every_kernel(states):
+    from penstock.offload.gpu_kernels import launch_adamw
+
+    a, row = extremes(states)
+    b, c = copies(*a, "cpu"), copies(*a, "cuda" if torch.cuda.is_available() else "cpu")
+    adamw_(*a, row)
+    adamw_reference_(*b, row)
+    launch_adamw(*c, row.to(c[0].device))
+    assert_same(a, b)
+    assert_same(c, b)
 
 
 @gpu

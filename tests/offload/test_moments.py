@@ -8,8 +8,10 @@ from torch import nn
 
 from penstock.offload import moments
 from penstock.offload.formats import FORMATS
-from penstock.offload.kernels import adamw_, adamw_reference_
+from penstock.offload.homes import Chunk
+from penstock.offload.kernels import NUM_SEEDS, SEED, adamw_, adamw_reference_
 from penstock.offload.moments import SMALLEST_SECOND, mix, random_bits, read_moments, write_moments
+from penstock.offload.norm import Scalars
 from penstock.offload.optimizer import OffloadAdamW
 
 ROUNDED = ["bf16", "int8"]
@@ -107,6 +109,17 @@ def test_random_bits_depend_on_the_element_not_on_the_cut(start, offset, size, s
     whole = random_bits(fresh("bf16", 1000, start, salt), seed)
     part = random_bits(fresh("bf16", size, start + offset, salt), seed)
     assert all(torch.equal(a[offset : offset + size], b) for a, b in zip(whole, part, strict=True))
+
+
+def test_every_step_and_every_chunk_has_its_own_bits():
+    scalars = Scalars(2, torch.device("cpu"))
+    groups = [{"betas": (0.9, 0.999), "lr": 1e-3, "weight_decay": 0.0, "eps": 1e-8}] * 2
+    for steps, seed in ((0, 0), (5, 5), (NUM_SEEDS - 1, NUM_SEEDS - 1), (NUM_SEEDS + 2, 2)):
+        scalars.steps = torch.tensor(steps)
+        assert scalars.coefficients(groups)[:, SEED].tolist() == [seed, seed]
+    chunk = Chunk(3, 512, 100, torch.float32, FORMATS["int8"])
+    view = chunk.view(torch.zeros(chunk.state_bytes, dtype=torch.uint8))
+    assert (view.salt, view.start) == (3, 512)
 
 
 def decay(update, states):
@@ -242,7 +255,7 @@ def learn(states, seed=0, steps=600):
         return start, float((student(test) - teacher(test)).square().mean())
 
 
-@pytest.mark.parametrize(("states", "tolerance"), [("bf16", 1.1), ("int8", 1.3)])
+@pytest.mark.parametrize(("states", "tolerance"), [("bf16", 1.01), ("int8", 1.05)])
 def test_training_ends_close_to_exact_state(states, tolerance):
     start, exact = learn("fp32")
     _, other = learn(states)

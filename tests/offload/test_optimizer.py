@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -100,6 +100,7 @@ def test_homes_give_the_same_bits(homes, clip, dtype, states, device):
     chunk_size=st.integers(1, 2000), homes=st.sampled_from(HOMES), overlap=st.booleans(), cores=st.floats(0.1, 1.0),
     host_part=st.sampled_from([256, 512, 1 << 20]),
 )  # fmt: skip
+@example(chunk_size=2000, homes="host", overlap=True, cores=1.0, host_part=256)
 def test_chunking_overlap_and_threads_change_no_bit(states, chunk_size, homes, overlap, cores, host_part):
     plain = run(steps=3, states=states)
     with pytest.MonkeyPatch.context() as patch:

@@ -45,10 +45,16 @@ def choose_homes(
     room = Room(room.gpu_bytes - staging_bytes, room.host_bytes)
     placement = place(need, room, measure_rates(device, cores, states))
     if placement is None:
-        saved = {f.name: (state_bytes - _state_bytes(parameters, f)) / 2**30 for f in FORMATS.values()}
-        smaller = "".join(f"--states {name} (saves {gib:.1f}), " for name, gib in saved.items() if gib > 0)
+        smaller = smaller_formats(parameters, states)
         raise DoesNotFit(_shortage(need, room), remedy=f"Try {smaller}--recompute full or a smaller batch.")
     return placement
+
+
+def smaller_formats(parameters: Sequence[torch.Tensor], states: StateFormat) -> str:
+    """The flags of the formats that take less, each with the GiB that it saves."""
+    now = _state_bytes(parameters, states)
+    saved = {f.name: (now - _state_bytes(parameters, f)) / 2**30 for f in FORMATS.values()}
+    return "".join(f"--states {name} (saves {gib:.1f} GiB), " for name, gib in saved.items() if gib > 0)
 
 
 def _state_bytes(parameters: Sequence[torch.Tensor], states: StateFormat) -> int:
