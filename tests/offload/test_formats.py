@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import RecipeError
@@ -21,6 +21,7 @@ def test_bytes_a_parameter():
     assert with_fp32 == {"fp32": 8, "bf16": 4, "int8": 2 + 8 / 256}
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), st.sampled_from(DTYPES), st.integers(1, 3000))
 def test_a_view_covers_the_buffer_once(states, dtype, n):
     format = FORMATS[states]
@@ -34,6 +35,7 @@ def test_a_view_covers_the_buffer_once(states, dtype, n):
     assert torch.equal(buffer, torch.ones_like(buffer))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 11), st.integers(1, 3000))
 def test_a_part_has_its_own_blocks_and_knows_where_it_is(n, block, length):
     begin, end = min(block * BLOCK, n // BLOCK * BLOCK), n

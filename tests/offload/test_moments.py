@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -103,6 +103,7 @@ def test_mix_is_lowbias32():
     assert mix(torch.tensor(values)).tolist() == [plain(v) for v in values]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, 500), st.integers(1, 500), st.integers(0, 9), st.integers(0, 2**24 - 1))
 def test_random_bits_depend_on_the_element_not_on_the_cut(start, offset, size, salt, seed):
     seed = torch.tensor(float(seed))
@@ -155,6 +156,7 @@ def test_rounded_to_the_nearest_it_would_freeze(states, monkeypatch):
 magnitudes = st.one_of(st.just(0.0), st.floats(2**-149, 2.0**127, width=32))
 
 
+@settings(deadline=None)
 @given(st.lists(magnitudes, min_size=1, max_size=600), st.integers(0, 1000))
 def test_a_second_moment_that_is_not_zero_stays_so(values, seed):
     second = torch.tensor(values)

@@ -28,7 +28,8 @@ FIRST_CODES, SECOND_CODES = 127, 255
 SMALLEST_SECOND = 4
 """Code of the smallest second moment that is not zero. With 1, elements ten thousand times smaller than the largest of
 their block took steps of 17 times the learning rate, where exact ones are under 1: chance drops their denominator and
-raises their first moment. With 4 it is 2; with 8, elements a thousand times smaller begin to learn too slowly."""
+raises their first moment. With 4 it is 2; with 8, elements a thousand times smaller begin to learn too slowly. See
+test_an_outlier_does_not_blow_up_its_block."""
 SMALLEST_SCALE, LARGEST_SCALE = 0x10800000, 0x7F7FFFFF
 """Bits of 2^-94, whose 255^4th part is the smallest normal number, and of the largest finite one."""
 TOP_STEP = 0x7F7F0000
