@@ -9,7 +9,8 @@ import torch
 
 from penstock.hardware import available_host_bytes, usable_cores
 from penstock.offload.arena import Arena
-from penstock.offload.kernels import NUM_COEFFICIENTS, StateView
+from penstock.offload.formats import FORMATS
+from penstock.offload.kernels import NUM_COEFFICIENTS
 from penstock.offload.pool import Pool
 from penstock.offload.rates import measure_rates
 
@@ -41,7 +42,8 @@ def kernel_rates(n: int) -> dict[str, float]:
     fused.step()
     theirs = best_seconds(fused.step)
     weight, gradient = torch.randn(n).bfloat16(), torch.randn(n).bfloat16()
-    state = StateView(torch.zeros(n, dtype=torch.int16), torch.zeros(n), torch.zeros(n))
+    states = FORMATS["fp32"]
+    state = states.cut(torch.zeros(states.num_bytes(n, weight.dtype), dtype=torch.uint8), n, weight.dtype)
     coefficients = torch.full((NUM_COEFFICIENTS,), 0.5)
 
     pool = Pool(cores)

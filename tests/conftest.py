@@ -9,6 +9,8 @@ os.environ["CUDA_MODULE_LOADING"] = "LAZY"
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, and then runs its kernels on the CPU
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 

@@ -55,6 +55,7 @@ CHANGES = {
     "betas": {"betas": (0.5, 0.9)},
     "eps": {"eps": 1e-2},
     "weight_decay": {"weight_decay": 5.0},
+    "states": {"states": "int8"},
     "max_grad_norm": {"max_grad_norm": 0.01},
     "skip_limit": None,
     "seed": {"seed": 1},

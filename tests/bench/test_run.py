@@ -9,7 +9,6 @@ from penstock.bench.run import Asked, Case, bench, default_directory, flops_of_s
 from penstock.errors import RecipeError
 from penstock.model.load import load_config, load_model
 from penstock.presets import PRESETS
-from penstock.recipe import FIELDS
 
 SHAPE = "num_hidden_layers=2,hidden_size=32,intermediate_size=48,vocab_size=300,num_attention_heads=4"
 TINY = dataclasses.replace(
@@ -62,19 +61,15 @@ def test_only_the_experts_a_token_passes_count():
 def test_in_backward_does_not_clip_and_zerooffload_updates_after_backward():
     clipped, plain = variants(TINY, (), ("after-norm", "in-backward"), ())
     assert (clipped.max_grad_norm, plain.max_grad_norm) == (1.0, 0.0)
-    if "mode" in FIELDS:
-        both = variants(TINY, ("superoffload", "zerooffload"), ("after-norm", "in-backward"), ())
-        assert [(r.mode, r.max_grad_norm) for r in both][2:] == [("zerooffload", 1.0)]
+    both = variants(TINY, ("superoffload", "zerooffload"), ("after-norm", "in-backward"), ())
+    assert [(r.mode, r.max_grad_norm) for r in both][2:] == [("zerooffload", 1.0)]
     with pytest.raises(RecipeError, match="after-norm"):
         variants(TINY, ("zerooffload",), ("in-backward",), ())
 
 
-def test_a_format_that_does_not_exist_yet_is_refused_not_ignored():
-    if "states" in FIELDS:
-        assert [r.states for r in variants(TINY, (), ("after-norm",), ("fp32", "bf16"))] == ["fp32", "bf16"]
-    else:
-        with pytest.raises(RecipeError, match="only 'fp32' yet"):
-            variants(TINY, (), ("after-norm",), ("bf16",))
+def test_every_format_that_is_asked_for_has_a_recipe():
+    assert [r.states for r in variants(TINY, (), ("after-norm",), ("fp32", "bf16"))] == ["fp32", "bf16"]
+    assert [r.states for r in variants(TINY, (), ("after-norm",), ())] == ["fp32"]
 
 
 def test_results_lie_by_day_and_machine(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.offload.deal import LEAD, SMALL, deal, joined
+from penstock.offload.formats import FORMATS
 from penstock.offload.homes import Chunk
 
 MIX = {"gpu": 0.58, "stream": 0.25, "host": 0.17}
@@ -13,7 +14,7 @@ MIX = {"gpu": 0.58, "stream": 0.25, "host": 0.17}
 
 def cut(sizes, chunk_size):
     return [
-        [Chunk(i, at, min(chunk_size, size - at), torch.bfloat16) for at in range(0, size, chunk_size)]
+        [Chunk(i, at, min(chunk_size, size - at), torch.bfloat16, FORMATS["fp32"]) for at in range(0, size, chunk_size)]
         for i, size in enumerate(sizes)
     ]
 

@@ -1,4 +1,4 @@
-"""The three kernels give the same bits; the split master loses none."""
+"""The three kernels give the same bits in every format; the split master loses none."""
 
 import ctypes
 import subprocess
@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.offload import kernels
+from penstock.offload.formats import FORMATS, StateView
 from penstock.offload.kernels import (
-    StateView,
     adamw_,
     adamw_reference_,
     halve,
@@ -21,8 +21,12 @@ from penstock.offload.kernels import (
     span_sums_reference,
     split,
 )
+from penstock.offload.moments import write_moments
 
 gpu = pytest.mark.gpu
+all_formats = pytest.mark.parametrize("states", FORMATS)
+both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+TENSORS = ("remainder", "first", "second", "first_scale", "second_scale")
 
 
 def needs_gpu():
@@ -32,11 +36,11 @@ def needs_gpu():
 
 def coefficients(t=3, lr=1e-3, scale=0.7, go=1.0, betas=(0.9, 0.999), eps=1e-8, decay=0.01):
     b1, b2 = betas
-    row = [scale, b1, 1 - b1, b2, 1 - b2, (1 - b2**t) ** 0.5, eps, 1 - lr * decay, lr / (1 - b1**t), go]
+    row = [scale, b1, 1 - b1, b2, 1 - b2, (1 - b2**t) ** 0.5, eps, 1 - lr * decay, lr / (1 - b1**t), go, t]
     return torch.tensor(row, dtype=torch.float32)
 
 
-def problem(n, dtype, seed=0):
+def problem(n, dtype, states="fp32", seed=0, start=512, salt=5):
     gen = torch.Generator().manual_seed(seed)
     master = torch.randn(n, generator=gen)
     weight, remainder = split(master) if dtype is torch.bfloat16 else (master, torch.empty(0, dtype=torch.int16))
@@ -45,18 +49,33 @@ def problem(n, dtype, seed=0):
     first = torch.randn(n, generator=gen) * 1e-3
     still = n // 50  # elements without gradient, whose moments stay denormal
     gradient[:still], first[:still], second[:still] = 0, 1e-40, 1e-41
-    return weight.clone(), gradient, StateView(remainder.clone(), first, second)
+    format = FORMATS[states]
+    state = format.cut(torch.zeros(format.num_bytes(n, dtype), dtype=torch.uint8), n, dtype, start=start, salt=salt)
+    state.remainder.copy_(remainder)
+    write_moments(state, first, second, torch.tensor(99))
+    return weight.clone(), gradient, state
+
+
+def extremes(states):
+    """Moments that are the gradient and its square: overflow, the largest numbers, ten decades, tiny blocks."""
+    largest = torch.finfo(torch.float32).max
+    hard = torch.tensor([largest, -largest, 1.8446e19, -1e19, 1e-45, 0.0, 1e-20, 1.0]).repeat(96)
+    decades = (torch.linspace(-9, 1, 768), torch.linspace(-18, -15, 256), torch.linspace(-44, -30, 256))
+    small = 10.0 ** torch.cat(decades) * torch.tensor([1.0, -1.0]).repeat(640)
+    weight, _, state = problem(2048, torch.float32, states)
+    row = torch.tensor([1, 0, 1, 0, 1, 1, 1e-8, 1, 1e-3, 1, 17]).float()
+    return (weight, torch.cat((hard, small)), state), row
 
 
 def copies(weight, gradient, state, device):
-    state = StateView(*(t.clone().to(device) for t in (state.remainder, state.first, state.second)))
-    return weight.clone().to(device), gradient.to(device), state
+    tensors = (getattr(state, name).clone().to(device) for name in TENSORS)
+    return weight.clone().to(device), gradient.to(device), StateView(*tensors, state.start, state.salt)
 
 
 def assert_same(a, b):
     (weight_a, _, state_a), (weight_b, _, state_b) = a, b
     assert torch.equal(weight_a.cpu(), weight_b.cpu())
-    for name in ("remainder", "first", "second"):
+    for name in TENSORS:
         assert torch.equal(getattr(state_a, name).cpu(), getattr(state_b, name).cpu()), name
 
 
@@ -64,10 +83,11 @@ def test_the_c_kernel_was_built():
     assert host_library() is not None, "gcc is part of the test machine; the build at install must have worked"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("n", [1, 2, 63, 1000, 65_537])
-def test_c_equals_reference(n, dtype):
-    a = problem(n, dtype)
+@all_formats
+@both_dtypes
+@pytest.mark.parametrize("n", [1, 2, 63, 256, 1000, 65_537])
+def test_c_equals_reference(n, dtype, states):
+    a = problem(n, dtype, states)
     b = copies(*a, "cpu")
     for t in range(1, 5):
         adamw_(*a, coefficients(t))
@@ -75,12 +95,43 @@ def test_c_equals_reference(n, dtype):
     assert_same(a, b)
 
 
+@all_formats
+@both_dtypes
+@pytest.mark.parametrize("n", [1, 255, 1024, 2500])
+def test_triton_in_its_interpreter_equals_reference(n, dtype, states):
+    from penstock.offload.gpu_kernels import launch_adamw
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, so Triton compiles")
+    a = problem(n, dtype, states)
+    b = copies(*a, "cpu")
+    for t in range(1, 4):
+        launch_adamw(*a, coefficients(t))
+        adamw_reference_(*b, coefficients(t))
+    assert_same(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@all_formats
+def test_extremes_are_the_same_in_every_kernel(states):
+    from penstock.offload.gpu_kernels import launch_adamw
+
+    a, row = extremes(states)
+    b, c = copies(*a, "cpu"), copies(*a, "cuda" if torch.cuda.is_available() else "cpu")
+    adamw_(*a, row)
+    adamw_reference_(*b, row)
+    launch_adamw(*c, row.to(c[0].device))
+    assert_same(a, b)
+    assert_same(c, b)
+
+
 @gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@all_formats
+@both_dtypes
 @pytest.mark.parametrize("n", [1, 1023, 5_000_001])
-def test_triton_equals_c(n, dtype):
+def test_triton_equals_c(n, dtype, states):
     needs_gpu()
-    a = problem(n, dtype)
+    a = problem(n, dtype, states)
     b = copies(*a, "cuda")
     for t in range(1, 5):
         adamw_(*a, coefficients(t))
@@ -88,8 +139,9 @@ def test_triton_equals_c(n, dtype):
     assert_same(a, b)
 
 
-def test_denormals_survive_a_thread_that_flushes_them():
-    a = problem(1000, torch.bfloat16)
+@all_formats
+def test_denormals_survive_a_thread_that_flushes_them(states):
+    a = problem(1000, torch.bfloat16, states)
     b = copies(*a, "cpu")
     adamw_reference_(*b, coefficients())
     if not torch.set_flush_denormal(True):
@@ -101,11 +153,12 @@ def test_denormals_survive_a_thread_that_flushes_them():
     assert_same(a, b)
 
 
+@all_formats
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
-def test_a_step_that_must_not_go_changes_nothing(device):
+def test_a_step_that_must_not_go_changes_nothing(device, states):
     if device == "cuda":
         needs_gpu()
-    a = copies(*problem(3000, torch.bfloat16), device)
+    a = copies(*problem(3000, torch.bfloat16, states), device)
     b = copies(*a, device)
     adamw_(*a, coefficients(scale=float("nan"), go=0.0).to(device))
     assert_same(a, b)

@@ -1,17 +1,19 @@
-"""The contracts of the numbers: homes, chunkings, schedules and threads change no bit; AdamW is AdamW."""
+"""The contracts of the numbers: homes, chunkings, schedules and threads change no bit in any format; AdamW is AdamW."""
 
 import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from penstock.errors import RecipeError
+from penstock.offload.formats import FORMATS
 from penstock.offload.optimizer import OffloadAdamW
 
 HOMES = ["gpu", "stream", "host", {"gpu": 0.4, "stream": 0.3, "host": 0.3}]
+all_formats = pytest.mark.parametrize("states", FORMATS)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -80,21 +82,31 @@ def assert_same(a, b):
         assert all(torch.equal(entry_a[k], entry_b[k]) for k in entry_a)
 
 
+@all_formats
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("clip", [0.5, 0.0])
 @pytest.mark.parametrize("homes", HOMES[1:])
-def test_homes_give_the_same_bits(homes, clip, dtype, device):
-    plain = run(homes="gpu", dtype=dtype, max_grad_norm=clip, schedule="after-norm", device=device)
-    other = run(homes=homes, dtype=dtype, max_grad_norm=clip, chunk_size=100, device=device)
+def test_homes_give_the_same_bits(homes, clip, dtype, states, device):
+    options = {"dtype": dtype, "max_grad_norm": clip, "states": states, "device": device}
+    plain = run(homes="gpu", schedule="after-norm", **options)
+    other = run(homes=homes, chunk_size=100, **options)
     assert_same(plain, other)
     assert plain[2] == other[2]
 
 
+@all_formats
 @settings(max_examples=15, deadline=None)
-@given(st.integers(1, 2000), st.sampled_from(HOMES), st.booleans(), st.floats(0.1, 1.0))
-def test_chunking_overlap_and_threads_change_no_bit(chunk_size, homes, overlap, cores):
-    plain = run(steps=3)
-    assert_same(plain, run(steps=3, homes=homes, chunk_size=chunk_size, overlap=overlap, cpu_adam_cores=cores))
+@given(
+    chunk_size=st.integers(1, 2000), homes=st.sampled_from(HOMES), overlap=st.booleans(), cores=st.floats(0.1, 1.0),
+    part=st.sampled_from([256, 512, 1 << 15]),
+)  # fmt: skip
+@example(chunk_size=2000, homes="host", overlap=True, cores=1.0, part=256)
+def test_chunking_overlap_and_threads_change_no_bit(states, chunk_size, homes, overlap, cores, part):
+    plain = run(steps=3, states=states)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.offload.pool.PART", part)  # elements that one thread takes at a time
+        options = {"homes": homes, "chunk_size": chunk_size, "overlap": overlap, "cpu_adam_cores": cores}
+        assert_same(plain, run(steps=3, states=states, **options))
 
 
 def reference(model, data, max_grad_norm, lr=3e-3):
@@ -131,9 +143,10 @@ def test_the_working_weight_is_the_rounded_master(homes):
         assert torch.equal(p.detach().cpu(), rounded)
 
 
+@all_formats
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("homes", HOMES)
-def test_a_gradient_that_is_not_finite_changes_nothing(homes, bad, device):
+def test_a_gradient_that_is_not_finite_changes_nothing(homes, bad, states, device):
     data = batches(4, device)
 
     def poison(number, model, optimizer):
@@ -143,10 +156,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(homes, bad, device):
     def check(number, model, optimizer):
         poison(number, model, optimizer)
 
-    model = Net().to(device)
-    skipped = run(model=model, data=data, homes=homes, chunk_size=100, before_step=check, device=device)
+    model, options = Net().to(device), {"states": states, "device": device}
+    skipped = run(model=model, data=data, homes=homes, chunk_size=100, before_step=check, **options)
     assert int(skipped[1].state_dict()["steps"]) == 3
-    assert_same(skipped, run(data=[data[0], data[1], data[3]], homes="gpu", device=device))
+    assert_same(skipped, run(data=[data[0], data[1], data[3]], homes="gpu", **options))
 
 
 @pytest.mark.parametrize("schedule", ["after-norm", "in-backward"])
@@ -203,15 +216,17 @@ def test_without_the_remainder_a_small_learning_rate_moves_nothing():
     assert sum(int((p != q).sum()) for p, q in zip(kept.parameters(), start, strict=True)) > 100
 
 
+@all_formats
 @pytest.mark.parametrize("homes", HOMES)
-def test_state_moves_between_homes_and_chunkings_to_the_bit(homes, device):
+def test_state_moves_between_homes_and_chunkings_to_the_bit(homes, states, device):
     data = batches(6, device)
-    straight = run(data=data, device=device)
-    _, optimizer, _ = run(data=data[:3], homes=homes, chunk_size=100, device=device)
+    straight = run(data=data, device=device, states=states)
+    _, optimizer, _ = run(data=data[:3], homes=homes, chunk_size=100, device=device, states=states)
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.close()
     other = Net(seed=9).to(device)
-    resumed = OffloadAdamW(other, lr=1.0, max_grad_norm=0.5, homes={"host": 0.5, "stream": 0.5}, chunk_size=333)
+    options = {"max_grad_norm": 0.5, "homes": {"host": 0.5, "stream": 0.5}, "chunk_size": 333, "states": states}
+    resumed = OffloadAdamW(other, lr=1.0, **options)
     resumed.load_state_dict(saved)
     for ids in data[3:]:
         loss_of(other, ids).backward()

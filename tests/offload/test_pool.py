@@ -2,59 +2,64 @@ import pytest
 import torch
 
 from penstock.offload import pool as pool_module
-from penstock.offload.kernels import GO, NUM_COEFFICIENTS, StateView, adamw_reference_
-from penstock.offload.pool import BLOCK, Pool
+from penstock.offload.formats import FORMATS
+from penstock.offload.kernels import GO, NUM_COEFFICIENTS, adamw_reference_
+from penstock.offload.moments import write_moments
+from penstock.offload.pool import PART, Pool
+
+COEFFICIENTS = torch.tensor([0.5, 0.9, 0.1, 0.999, 0.001, 0.3, 1e-8, 0.99, 1e-3, 1.0, 7.0])
 
 
-def problem(n, dtype):
+def problem(n, dtype, states="fp32"):
     gen = torch.Generator().manual_seed(n)
     weight, gradient = (torch.randn(n, generator=gen).to(dtype) for _ in range(2))
-    remainder = torch.randint(-(2**15), 2**15, (n,), generator=gen, dtype=torch.int16)
-    first, second = torch.randn(n, generator=gen), torch.rand(n, generator=gen)
-    return weight, gradient, StateView(remainder if dtype is torch.bfloat16 else remainder[:0], first, second)
-
-
-def copy_of(weight, gradient, state):
-    return weight.clone(), gradient, StateView(state.remainder.clone(), state.first.clone(), state.second.clone())
+    format = FORMATS[states]
+    state = format.cut(torch.zeros(format.num_bytes(n, dtype), dtype=torch.uint8), n, dtype, start=512, salt=3)
+    state.remainder.random_(-(2**15), 2**15, generator=gen)
+    write_moments(state, torch.randn(n, generator=gen), torch.rand(n, generator=gen), torch.tensor(1))
+    return weight, gradient, state
 
 
 def tensors(weight, _, state):
-    return weight, state.remainder, state.first, state.second
+    return weight, state.remainder, state.first, state.second, state.first_scale, state.second_scale
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("n", [1, BLOCK - 1, BLOCK, 5 * BLOCK + 13])
-@pytest.mark.parametrize("cores", [[0], [0, 1], [0] * 7])
-def test_threads_change_no_bit(n, dtype, cores):
-    coefficients = torch.tensor([0.5, 0.9, 0.1, 0.999, 0.001, 0.3, 1e-8, 0.99, 1e-3, 1.0])
-    ours, wanted = problem(n, dtype), problem(n, dtype)
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(tensors(*a), tensors(*b), strict=True))
+
+
+def update(work, coefficients, cores, times=1):
     pool = Pool(cores)
-    for _ in range(3):
-        pool.adamw_(*ours, coefficients)
-        adamw_reference_(*wanted, coefficients)
+    for _ in range(times):
+        pool.adamw_(*work, coefficients)
     pool.close()
-    assert all(torch.equal(a, b) for a, b in zip(tensors(*ours), tensors(*wanted), strict=True))
+
+
+@pytest.mark.parametrize("states", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("n", [1, PART - 1, PART, 5 * PART + 13])
+def test_threads_change_no_bit(n, dtype, states):
+    wanted = problem(n, dtype, states)
+    for _ in range(3):
+        adamw_reference_(*wanted, COEFFICIENTS)
+    for cores in ([0], [0, 1], [0] * 7):
+        ours = problem(n, dtype, states)
+        update(ours, COEFFICIENTS, cores, times=3)
+        assert same(ours, wanted)
 
 
 def test_a_step_that_must_not_go_changes_nothing():
-    coefficients = torch.full((NUM_COEFFICIENTS,), 0.5)
-    coefficients[GO] = 0.0
+    still = COEFFICIENTS.clone()
+    still[GO] = 0.0
     work = problem(100, torch.bfloat16)
-    before = copy_of(*work)
-    pool = Pool([0, 1])
-    pool.adamw_(*work, coefficients)
-    pool.close()
-    assert all(torch.equal(a, b) for a, b in zip(tensors(*work), tensors(*before), strict=True))
+    update(work, still, [0, 1])
+    assert same(work, problem(100, torch.bfloat16))
 
 
 def test_without_the_c_kernel_the_bits_are_the_same(monkeypatch):
-    coefficients = torch.full((NUM_COEFFICIENTS,), 0.5)
+    assert len(COEFFICIENTS) == NUM_COEFFICIENTS
     with_c, without = problem(1000, torch.bfloat16), problem(1000, torch.bfloat16)
-    pool = Pool([0, 1])
-    pool.adamw_(*with_c, coefficients)
-    pool.close()
+    update(with_c, COEFFICIENTS, [0, 1])
     monkeypatch.setattr(pool_module, "host_library", lambda: None)
-    pool = Pool([0, 1])
-    pool.adamw_(*without, coefficients)
-    pool.close()
-    assert all(torch.equal(a, b) for a, b in zip(tensors(*with_c), tensors(*without), strict=True))
+    update(without, COEFFICIENTS, [0, 1])
+    assert same(with_c, without)

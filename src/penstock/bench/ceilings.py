@@ -16,6 +16,7 @@ import torch
 from penstock.bench.timing import median_seconds, rate
 from penstock.hardware import available_host_bytes, near_cores, usable_cores
 from penstock.offload.arena import Arena
+from penstock.offload.formats import FORMATS
 from penstock.offload.homes import Chunk
 from penstock.offload.kernels import NUM_COEFFICIENTS
 from penstock.offload.lanes import Lane, Tape
@@ -139,7 +140,7 @@ def _matrix(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _cpu_adamw(cores: Sequence[int], n: int) -> float:
-    chunk = Chunk(0, 0, n, torch.bfloat16)
+    chunk = Chunk(0, 0, n, torch.bfloat16, FORMATS["fp32"])
     weight, gradient = (torch.full((n,), value, dtype=chunk.dtype) for value in (0.5, 1e-3))
     state = chunk.view(torch.zeros(chunk.state_bytes, dtype=torch.uint8))
     coefficients = torch.full((NUM_COEFFICIENTS,), 0.5)

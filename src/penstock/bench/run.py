@@ -31,7 +31,7 @@ from penstock.engine.native import NativeEngine, PackedModel, drop_gradient, ful
 from penstock.errors import DoesNotFit, RecipeError, UserError
 from penstock.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model
-from penstock.recipe import FIELDS, Recipe
+from penstock.recipe import Recipe
 
 Say = Callable[[str], None]
 
@@ -102,32 +102,17 @@ def variants(recipe: Recipe, modes: Sequence[str], updates: Sequence[str], forma
     definition, so it comes with `after-norm` only.
     """
     found: list[Recipe] = []
-    for mode in modes or [setting(recipe, "mode")]:
+    for mode in modes or [recipe.mode]:
         for update in updates:
             if mode == "zerooffload" and update == "in-backward":
                 continue
-            for states in formats or [setting(recipe, "states")]:
+            for states in formats or [recipe.states]:
                 clip = 0.0 if update == "in-backward" else recipe.max_grad_norm
-                found.append(_with_settings(recipe, mode=mode, update=update, states=states, max_grad_norm=clip))
+                changes: dict[str, Any] = {"mode": mode, "update": update, "states": states, "max_grad_norm": clip}
+                found.append(dataclasses.replace(recipe, **changes))
     if not found:
         raise RecipeError("zerooffload updates after backward", remedy="Add after-norm to --updates.")
     return found
-
-
-_FIXED = {"mode": "superoffload", "states": "fp32"}
-"""What a recipe without these fields always does."""
-
-
-def setting(recipe: Recipe, name: str) -> str:
-    """A field of the recipe, or what the engine does where the recipe has no such field."""
-    return str(getattr(recipe, name)) if name in FIELDS else _FIXED[name]
-
-
-def _with_settings(recipe: Recipe, **values: Any) -> Recipe:
-    for name, value in values.items():
-        if name not in FIELDS and name in _FIXED and value != _FIXED[name]:
-            raise RecipeError(f"{name} = {value!r}: there is only {_FIXED[name]!r} yet", remedy="Leave it out.")
-    return dataclasses.replace(recipe, **{name: value for name, value in values.items() if name in FIELDS})
 
 
 def default_directory(device: torch.device) -> Path:
@@ -231,9 +216,9 @@ def _our_row(
 ) -> Row:
     recipe = case.recipe
     asked = {
-        "mode": setting(recipe, "mode"),
-        "states": setting(recipe, "states"),
-        "schedule": "after-norm" if recipe.max_grad_norm else "in-backward",
+        "mode": recipe.mode,
+        "states": recipe.states,
+        "schedule": recipe.update,
         "clip": bool(recipe.max_grad_norm),
     }
     engine: NativeEngine | None = None
@@ -249,7 +234,6 @@ def _our_row(
             host_state=state.get("host", 0),
             activations=activations,
         )
-        asked["schedule"] = engine.optimizer.schedule  # what it did, whatever was asked for
         homes = engine.optimizer.describe()
         return case.row("penstock", step_s, **asked, homes=homes, memory=memory, lanes=lanes)
     except (UserError, torch.OutOfMemoryError) as error:

@@ -64,6 +64,7 @@ class NativeEngine:
             schedule=recipe.update if recipe.mode == "superoffload" else "after-norm",
             overlap=recipe.mode == "superoffload",
             cpu_adam_cores=recipe.cpu_adam_cores,
+            states=recipe.states,
             units=self.packed.units.layers,
             activation_bytes=trial.activation_bytes,
             kept_bytes=trial.kept_bytes,

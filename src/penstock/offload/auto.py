@@ -8,6 +8,7 @@ import torch
 
 from penstock.errors import DoesNotFit
 from penstock.hardware import available_host_bytes
+from penstock.offload.formats import BLOCK, FORMATS, StateFormat
 from penstock.offload.rates import measure_rates
 from penstock.plan.place import Need, Placement, Room, place
 
@@ -18,7 +19,9 @@ HOST_RESERVE = 6 * 2**30
 """Left free on the host: the data, the page cache of a checkpoint being written, everything else that runs."""
 
 
-def choose_homes(need: Need, device: torch.device, *, staging_bytes: int, cores: Sequence[int]) -> Placement:
+def choose_homes(
+    need: Need, device: torch.device, states: StateFormat, *, staging_bytes: int, cores: Sequence[int]
+) -> Placement:
     """The placement for what is free now. Weights are allocated already; gradients and activations are not."""
     if device.type != "cuda":
         return Placement(need.num_params, 0, 0, 0.0)
@@ -28,10 +31,19 @@ def choose_homes(need: Need, device: torch.device, *, staging_bytes: int, cores:
     if room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes:
         return Placement(need.num_params, 0, 0, 0.0)
     room = Room(room.gpu_bytes - staging_bytes, room.host_bytes)
-    placement = place(need, room, measure_rates(device, cores))
+    placement = place(need, room, measure_rates(device, cores, states))
     if placement is None:
-        raise DoesNotFit(_shortage(need, room), remedy="Try --recompute full or a smaller batch.")
+        smaller = smaller_formats(need, states)
+        raise DoesNotFit(_shortage(need, room), remedy=f"Try {smaller}--recompute full or a smaller batch.")
     return placement
+
+
+def smaller_formats(need: Need, states: StateFormat) -> str:
+    """The flags of the formats that take less, each with the GiB that it saves."""
+    kind = torch.bfloat16 if need.weight_bytes < 4 else torch.float32
+    now, sample = states.num_bytes(BLOCK, kind), need.num_params / BLOCK
+    saved = {f.name: (now - f.num_bytes(BLOCK, kind)) * sample / 2**30 for f in FORMATS.values()}
+    return "".join(f"--states {name} (saves {gib:.1f} GiB), " for name, gib in saved.items() if gib > 0)
 
 
 def _shortage(need: Need, room: Room) -> str:

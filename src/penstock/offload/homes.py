@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from penstock.offload.arena import Arena, padded
-from penstock.offload.kernels import StateView, adamw_
+from penstock.offload.formats import StateFormat, StateView
+from penstock.offload.kernels import adamw_
 from penstock.offload.lanes import Lane, Mark, Tape, main_mark
 from penstock.offload.pool import Pool
 
@@ -36,17 +37,16 @@ class Chunk:
     start: int
     size: int
     dtype: torch.dtype
+    states: StateFormat
 
     @property
     def state_bytes(self) -> int:
         """Bytes of its state."""
-        return self.size * (10 if self.dtype is torch.bfloat16 else 8)
+        return self.states.num_bytes(self.size, self.dtype)
 
     def view(self, buffer: Tensor) -> StateView:
-        """`buffer` of bytes as first moment, second moment, remainder."""
-        n = self.size
-        first, second = buffer[: 4 * n].view(torch.float32), buffer[4 * n : 8 * n].view(torch.float32)
-        return StateView(buffer[8 * n : self.state_bytes].view(torch.int16), first, second)
+        """`buffer` of bytes as the tensors of its state."""
+        return self.states.cut(buffer, self.size, self.dtype, start=self.start, salt=self.parameter)
 
     def of(self, flat: Tensor) -> Tensor:
         """This chunk's part of its parameter's flat tensor."""

@@ -2,7 +2,7 @@
  *
  * One fixed order of IEEE operations: built with -ffp-contract=off, so that no multiply and add are fused, and with
  * denormals on whatever the calling thread had set. Each function handles a range of elements and knows nothing of
- * threads: the caller splits, which cannot change a bit because no element depends on another.
+ * threads: the caller splits, which cannot change a bit because no element depends on another, and in int8 no block.
  * target_clones compiles every loop for AVX-512, AVX2 and the base machine; the loader picks one at run time, so the
  * build needs no -march=native and the library can be moved to another machine.
  */
@@ -41,6 +41,8 @@ typedef struct {
     float eps;
     float decay;      /* 1 - lr * weight_decay */
     float step_size;  /* lr / (1 - beta1^t) */
+    float go;         /* the caller has looked at it */
+    float seed;       /* of the step, a whole number */
 } coefficients;
 
 static inline float bits_to_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
@@ -62,55 +64,179 @@ static inline float join(uint16_t weight, uint16_t remainder) {
         master = master * c.decay - c.step_size * (m / denominator);              \
     } while (0)
 
-CLONES void adamw_bf16(uint16_t *restrict weight, const uint16_t *restrict gradient, uint16_t *restrict remainder,
-                       float *restrict first, float *restrict second, int64_t n, const coefficients *restrict scalars) {
-    const coefficients c = *scalars;
-    DENORMALS_ON
-    for (int64_t i = 0; i < n; i++) {
-        float master = join(weight[i], remainder[i]), m = first[i], v = second[i];
-        ADAMW(master, from_bf16(gradient[i]), m, v);
-        uint32_t bits = float_to_bits(master);
-        weight[i] = (uint16_t)((bits >> 16) + ((bits >> 15) & 1));
-        remainder[i] = (uint16_t)bits;
-        first[i] = m;
-        second[i] = v;
-    }
-    DENORMALS_BACK
+/* How the formats round is said in moments.py; here is the same, in the same order. */
+enum { BLOCK = 256 };
+
+static inline uint32_t mix(uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
 }
 
-CLONES void adamw_fp32(float *restrict weight, const float *restrict gradient, float *restrict first,
-                       float *restrict second, int64_t n, const coefficients *restrict scalars) {
-    const coefficients c = *scalars;
-    DENORMALS_ON
-    for (int64_t i = 0; i < n; i++) {
-        float master = weight[i], m = first[i], v = second[i];
-        ADAMW(master, gradient[i], m, v);
-        weight[i] = master;
-        first[i] = m;
-        second[i] = v;
-    }
-    DENORMALS_BACK
+static inline uint16_t round_to_bf16(float x, uint32_t random) {
+    uint32_t bits = float_to_bits(x);
+    return (uint16_t)((bits + ((bits & 0x7fffffffu) < 0x7f7f0000u ? random : 0)) >> 16);
 }
 
-/* What an update works on. Must match `_Job` in pool.py. */
+static inline float first_share(int32_t code) {
+    float x = (float)code * (float)(1.0 / 127);
+    return x * fabsf(x);
+}
+
+static inline float second_share(int32_t code) {
+    float x = (float)code * (float)(1.0 / 255), square = x * x;
+    return square * square;
+}
+
+/* x is not negative, so its bits are ordered as it is; a comparison of floats would become a branch. */
+static inline float at_most_one(float x) {
+    uint32_t bits = float_to_bits(x);
+    return bits_to_float(bits < 0x3f800000u ? bits : 0x3f800000u);
+}
+
+static inline int32_t goes_up(float share, float low, float high, uint32_t random) {
+    float chance = (float)(int32_t)(random * 2 + 1) * 0x1p-17f;
+    return chance * (high - low) < share - low;
+}
+
+static inline int8_t first_code(float m, float inverse, uint32_t random) {
+    float share = at_most_one(fabsf(m) * inverse);
+    int32_t below = (int32_t)(sqrtf(share) * 127.0f);
+    below = below < 126 ? below : 126;
+    int32_t code = below + goes_up(share, first_share(below), first_share(below + 1), random);
+    int32_t sign = (int32_t)float_to_bits(m) >> 31; /* all ones under a minus: a branch would stop the vectorizer */
+    return (int8_t)((code ^ sign) - sign);
+}
+
+static inline uint8_t second_code(float v, float root, float inverse, float inverse_root, uint32_t random) {
+    float share = at_most_one(v * inverse);
+    int32_t below = (int32_t)(sqrtf(at_most_one(root * inverse_root)) * 255.0f);
+    below = below < 254 ? below : 254;
+    int32_t code = below + goes_up(share, second_share(below), second_share(below + 1), random);
+    int32_t smallest = float_to_bits(v) ? 4 : 0;
+    return (uint8_t)(code > smallest ? code : smallest);
+}
+
+static inline float scale_of(uint32_t largest) {
+    if (largest == 0) return 0.0f;
+    largest = largest > 0x10800000u ? largest : 0x10800000u;
+    return bits_to_float(largest < 0x7f7fffffu ? largest : 0x7f7fffffu);
+}
+
+/* The two kinds of weight. */
+#define MASTER_bf16(i) join(weight[i], remainder[i])
+#define MASTER_fp32(i) weight[i]
+#define GRADIENT_bf16(i) from_bf16(gradient[i])
+#define GRADIENT_fp32(i) gradient[i]
+#define KEEP_bf16(i, master)                                                      \
+    do {                                                                          \
+        uint32_t bits = float_to_bits(master);                                    \
+        weight[i] = (uint16_t)((bits >> 16) + ((bits >> 15) & 1));                \
+        remainder[i] = (uint16_t)bits;                                            \
+    } while (0)
+#define KEEP_fp32(i, master) weight[i] = master
+
+/* The three formats. */
+#define UPDATE_fp32(kind)                                                         \
+    for (int64_t i = 0; i < n; i++) {                                             \
+        float master = MASTER_##kind(i), m = first[i], v = second[i];             \
+        ADAMW(master, GRADIENT_##kind(i), m, v);                                  \
+        KEEP_##kind(i, master);                                                   \
+        first[i] = m;                                                             \
+        second[i] = v;                                                            \
+    }
+
+#define UPDATE_bf16(kind)                                                         \
+    for (int64_t i = 0; i < n; i++) {                                             \
+        float master = MASTER_##kind(i), m = from_bf16(first[i]), v = from_bf16(second[i]); \
+        ADAMW(master, GRADIENT_##kind(i), m, v);                                  \
+        KEEP_##kind(i, master);                                                   \
+        uint32_t random = mix(((uint32_t)start + (uint32_t)i) ^ key);             \
+        first[i] = round_to_bf16(m, random & 0xffff);                             \
+        second[i] = round_to_bf16(v, random >> 16);                               \
+    }
+
+#define UPDATE_int8(kind)                                                         \
+    for (int64_t block = 0; block < n; block += BLOCK, first_scale++, second_scale++) { \
+        float ms[BLOCK], vs[BLOCK], roots[BLOCK];                                 \
+        const float m_scale = *first_scale, v_scale = *second_scale;              \
+        const int32_t width = n - block < BLOCK ? (int32_t)(n - block) : BLOCK;   \
+        uint32_t m_largest = 0, v_largest = 0;                                    \
+        for (int32_t j = 0; j < width; j++) {                                     \
+            const int64_t i = block + j;                                          \
+            float master = MASTER_##kind(i);                                      \
+            float m = first_share(first[i]) * m_scale, v = second_share(second[i]) * v_scale; \
+            ADAMW(master, GRADIENT_##kind(i), m, v);                              \
+            KEEP_##kind(i, master);                                               \
+            ms[j] = m, vs[j] = v, roots[j] = sqrtf(v);                            \
+            const uint32_t m_bits = float_to_bits(m) & 0x7fffffffu, v_bits = float_to_bits(v) & 0x7fffffffu; \
+            m_largest = m_bits > m_largest ? m_bits : m_largest;                  \
+            v_largest = v_bits > v_largest ? v_bits : v_largest;                  \
+        }                                                                         \
+        *first_scale = scale_of(m_largest), *second_scale = scale_of(v_largest);  \
+        const float m_inverse = 1.0f / (m_largest ? *first_scale : 1.0f);         \
+        const float v_divisor = v_largest ? *second_scale : 1.0f;                 \
+        const float v_inverse = 1.0f / v_divisor, root_inverse = 1.0f / sqrtf(v_divisor); \
+        for (int32_t j = 0; j < width; j++) {                                     \
+            uint32_t random = mix(((uint32_t)(start + block) + (uint32_t)j) ^ key); \
+            first[block + j] = first_code(ms[j], m_inverse, random & 0xffff);     \
+            second[block + j] = second_code(vs[j], roots[j], v_inverse, root_inverse, random >> 16); \
+        }                                                                         \
+    }
+
+/* One function for each kind of weight and format, all called alike. `start` is the index of the first element in its
+ * parameter, `salt` the number of the parameter; a range of int8 begins with a block. */
+#define DEFINE(kind, format, weight_t, first_t, second_t)                         \
+    CLONES void adamw_##kind##_##format(                                          \
+        weight_t *restrict weight, const weight_t *restrict gradient, uint16_t *restrict remainder, \
+        first_t *restrict first, second_t *restrict second, float *restrict first_scale, float *restrict second_scale, \
+        const coefficients *restrict scalars, int64_t n, int64_t start, uint32_t salt) { \
+        const coefficients c = *scalars;                                          \
+        const uint32_t key = mix(mix((uint32_t)c.seed) ^ salt);                   \
+        (void)remainder, (void)first_scale, (void)second_scale, (void)start, (void)key; \
+        DENORMALS_ON                                                              \
+        UPDATE_##format(kind)                                                     \
+        DENORMALS_BACK                                                            \
+    }
+
+DEFINE(bf16, fp32, uint16_t, float, float)
+DEFINE(fp32, fp32, float, float, float)
+DEFINE(bf16, bf16, uint16_t, uint16_t, uint16_t)
+DEFINE(fp32, bf16, float, uint16_t, uint16_t)
+DEFINE(bf16, int8, uint16_t, int8_t, uint8_t)
+DEFINE(fp32, int8, float, int8_t, uint8_t)
+
+/* What an update works on: one of the functions above by its number, and what it is called with. Must match `_Job` in
+ * pool.py. */
 typedef struct {
-    uint16_t *remainder;
-    float *first, *second;
     void *weight;
     const void *gradient;
+    uint16_t *remainder;
+    void *first, *second;
+    float *first_scale, *second_scale;
     const coefficients *scalars;
-    int32_t is_bf16;
+    int64_t start;
+    uint32_t salt;
+    int32_t function;
 } job;
 
-/* Update elements [start, end) of a job: the form in which a pool of threads calls. */
-void adamw_range(const job *j, int64_t start, int64_t end) {
-    int64_t n = end - start;
-    float *first = j->first + start, *second = j->second + start;
-    if (j->is_bf16)
-        adamw_bf16((uint16_t *)j->weight + start, (const uint16_t *)j->gradient + start, j->remainder + start, first,
-                   second, n, j->scalars);
-    else
-        adamw_fp32((float *)j->weight + start, (const float *)j->gradient + start, first, second, n, j->scalars);
+#define CALL(number, kind, format, weight_t, first_t, second_t)                   \
+    case number:                                                                  \
+        adamw_##kind##_##format((weight_t *)j->weight + from, (const weight_t *)j->gradient + from, j->remainder + from, \
+                                (first_t *)j->first + from, (second_t *)j->second + from, j->first_scale + from / BLOCK, \
+                                j->second_scale + from / BLOCK, j->scalars, to - from, j->start + from, j->salt); \
+        break;
+
+/* Update elements [from, to) of a job: the form in which a pool of threads calls. `from` is the start of a block. */
+void adamw_range(const job *j, int64_t from, int64_t to) {
+    switch (j->function) {
+        CALL(0, bf16, fp32, uint16_t, float, float)
+        CALL(1, fp32, fp32, float, float, float)
+        CALL(2, bf16, bf16, uint16_t, uint16_t, uint16_t)
+        CALL(3, fp32, bf16, float, uint16_t, uint16_t)
+        CALL(4, bf16, int8, uint16_t, int8_t, uint8_t)
+        CALL(5, fp32, int8, float, int8_t, uint8_t)
+    }
 }
 
 /* Sum of squares with a fixed tree: each span of 64 rows of 1024 lanes is added row by row into its lanes, then the

@@ -12,29 +12,24 @@ from __future__ import annotations
 
 import ctypes
 import importlib.machinery
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from penstock.offload.formats import StateView
+from penstock.offload.moments import read_moments, write_moments
+
 SPAN_ROWS, SPAN_LANES = 64, 1024
 SPAN = SPAN_ROWS * SPAN_LANES
 """Elements whose squares are summed by one fixed tree; see `span_sums`."""
 
 # Columns of a row of coefficients, all fp32. `GO` is 1.0, or 0.0 in a step that must change nothing.
-SCALE, BETA1, BETA1_REST, BETA2, BETA2_REST, ROOT_CORRECTION2, EPS, DECAY, STEP_SIZE, GO = range(10)
-NUM_COEFFICIENTS = 10
-
-
-@dataclass(frozen=True)
-class StateView:
-    """Remainder and moments of some parameters; the remainder of fp32 weights is empty."""
-
-    remainder: Tensor
-    first: Tensor
-    second: Tensor
+# `SEED` is the number of the step, for stochastic rounding: a whole number under 2^24, so fp32 holds it exactly.
+SCALE, BETA1, BETA1_REST, BETA2, BETA2_REST, ROOT_CORRECTION2, EPS, DECAY, STEP_SIZE, GO, SEED = range(11)
+NUM_COEFFICIENTS = 11
+NUM_SEEDS = 1 << 24
 
 
 def adamw_(weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> None:
@@ -42,7 +37,7 @@ def adamw_(weight: Tensor, gradient: Tensor, state: StateView, coefficients: Ten
     if weight.is_cuda:
         from penstock.offload.gpu_kernels import launch_adamw
 
-        launch_adamw(weight, gradient, state.remainder, state.first, state.second, coefficients)
+        launch_adamw(weight, gradient, state, coefficients)
     elif coefficients[GO]:
         library = host_library()
         if library is None:
@@ -56,10 +51,12 @@ def adamw_reference_(weight: Tensor, gradient: Tensor, state: StateView, coeffic
     c = coefficients
     g = gradient.float() * c[SCALE]
     master = join(weight, state.remainder) if weight.dtype is torch.bfloat16 else weight
-    state.first.copy_(state.first * c[BETA1] + g * c[BETA1_REST])
-    state.second.copy_(state.second * c[BETA2] + (g * g) * c[BETA2_REST])
-    denominator = state.second.sqrt() / c[ROOT_CORRECTION2] + c[EPS]
-    master = master * c[DECAY] - c[STEP_SIZE] * (state.first / denominator)
+    first, second = read_moments(state)
+    first = first * c[BETA1] + g * c[BETA1_REST]
+    second = second * c[BETA2] + (g * g) * c[BETA2_REST]
+    write_moments(state, first, second, c[SEED])
+    denominator = second.sqrt() / c[ROOT_CORRECTION2] + c[EPS]
+    master = master * c[DECAY] - c[STEP_SIZE] * (first / denominator)
     if weight.dtype is torch.bfloat16:
         rounded, remainder = split(master)
         weight.copy_(rounded)
@@ -136,12 +133,11 @@ def host_library() -> ctypes.CDLL | None:
 
 
 def _call_adamw(library: ctypes.CDLL, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> None:
-    size, scalars = ctypes.c_int64(weight.numel()), _pointer(coefficients)
-    if weight.dtype is torch.bfloat16:
-        tensors = (weight, gradient, state.remainder, state.first, state.second)
-        library.adamw_bf16(*map(_pointer, tensors), size, scalars)
-    else:
-        library.adamw_fp32(*map(_pointer, (weight, gradient, state.first, state.second)), size, scalars)
+    kind = "bf16" if weight.dtype is torch.bfloat16 else "fp32"
+    moments = (state.first, state.second, state.first_scale, state.second_scale)
+    pointers = map(_pointer, (weight, gradient, state.remainder, *moments, coefficients))
+    place = (ctypes.c_int64(weight.numel()), ctypes.c_int64(state.start), ctypes.c_uint32(state.salt))
+    getattr(library, f"adamw_{kind}_{state.states.name}")(*pointers, *place)
 
 
 def _pointer(tensor: Tensor) -> ctypes.c_void_p:

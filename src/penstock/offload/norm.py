@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.offload.kernels import GO, NUM_COEFFICIENTS, SCALE, halve, num_spans, span_sums
+from penstock.offload.kernels import GO, NUM_COEFFICIENTS, NUM_SEEDS, SCALE, halve, num_spans, span_sums
 
 
 class Norm:
@@ -57,9 +57,10 @@ class Scalars:
         beta1, beta2, lr, weight_decay, eps = self._send(columns).unbind(1)
         power1, power2 = (self.powers * torch.stack((beta1, beta2), dim=1)).unbind(1)
         ones = torch.ones_like(lr)
+        seed = ones * (self.steps % NUM_SEEDS)
         rows = (
             ones, beta1, 1 - beta1, beta2, 1 - beta2, (1 - power2).sqrt(), eps, 1 - lr * weight_decay,
-            lr / (1 - power1), ones,
+            lr / (1 - power1), ones, seed,
         )  # fmt: skip
         assert len(rows) == NUM_COEFFICIENTS
         return torch.stack(rows, dim=1).float()

@@ -29,15 +29,17 @@ from penstock.errors import RecipeError
 from penstock.hardware import near_cores
 from penstock.offload.auto import choose_homes
 from penstock.offload.deal import HomeName, deal
+from penstock.offload.formats import StateName, format_named
 from penstock.offload.homes import NUM_SLOTS, Chunk, Coefficients, Home, HostHome, ResidentHome, StreamHome, Update
-from penstock.offload.kernels import GO, join, split
+from penstock.offload.kernels import GO, split
 from penstock.offload.lanes import Mark, Tape, main_mark, main_waits
 from penstock.offload.norm import Norm, Scalars, clip
+from penstock.offload.saved import check_format, read_state, write_state
 from penstock.plan.place import Need
 
 Schedule = Literal["after-norm", "in-backward"]
 DEFAULT_CHUNK = 1 << 24
-"""Elements in a chunk: 160 MiB of state, long enough a copy to run at the link's full rate."""
+"""Elements in a chunk: 160 MiB of fp32 state, long enough a copy to run at the link's full rate."""
 STREAM_QUEUE = 16
 """Chunks that may wait for a slot during backward: their gradients take memory that the plan does not know of."""
 
@@ -62,7 +64,11 @@ class StepReport:
 
 
 class OffloadAdamW(torch.optim.Optimizer):
-    """AdamW with an exact fp32 master for bf16 weights and state in three homes. See the module's docstring."""
+    """AdamW with an exact fp32 master for bf16 weights and state in three homes. See the module's docstring.
+
+    `states`: `fp32` is exact; `bf16` and `int8` keep the moments in fewer bits, with stochastic rounding that depends
+    on nothing but element, parameter and step, so homes and chunks stay invisible. See `formats.py`.
+    """
 
     def __init__(
         self,
@@ -74,6 +80,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         max_grad_norm: float = 1.0,
         *,
         params: Iterable[dict[str, Any]] | None = None,
+        states: StateName = "fp32",
         homes: Literal["auto"] | HomeName | Mapping[HomeName, float] = "auto",
         schedule: Schedule | Literal["auto"] = "auto",
         overlap: bool = True,
@@ -104,6 +111,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         remainders = self._round_to(working_dtype)
         self._norm = Norm([p.numel() for p in self._parameters], self._device)
         self._scalars = Scalars(len(self.param_groups), self._device)
+        self._states = format_named(states)
+        chunk_size = self._states.whole_blocks(chunk_size)
         self._units = self._find_units(model, units)
         self.tape = Tape(self._device)
         self._near = near_cores(self._device)
@@ -111,8 +120,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         if homes == "auto":
             hidden_seconds = forward_seconds if self.schedule == "after-norm" else backward_seconds
             need = self._need(activation_bytes, kept_bytes, accumulates, hidden_seconds)
-            staging_bytes = NUM_SLOTS * 10 * chunk_size
-            placement = choose_homes(need, self._device, staging_bytes=staging_bytes, cores=self._cores)
+            staging_bytes = NUM_SLOTS * self._states.num_bytes(chunk_size, torch.bfloat16)
+            placement = choose_homes(need, self._device, self._states, staging_bytes=staging_bytes, cores=self._cores)
             homes = cast(dict[HomeName, float], placement.fractions())
         self._assign(homes if isinstance(homes, Mapping) else {homes: 1.0}, chunk_size)
         self._start_from(remainders)
@@ -139,13 +148,13 @@ class OffloadAdamW(torch.optim.Optimizer):
     def _cut(self, index: int, chunk_size: int) -> list[Chunk]:
         p = self._parameters[index]
         starts = range(0, p.numel(), chunk_size)
-        return [Chunk(index, start, min(chunk_size, p.numel() - start), p.dtype) for start in starts]
+        return [Chunk(index, start, min(chunk_size, p.numel() - start), p.dtype, self._states) for start in starts]
 
     def _need(self, activations: int | None, kept: int | None, accumulates: bool, hidden_seconds: float) -> Need:
         """What state, gradients and activations take. Unknown activations: a quarter of the GPU."""
         num_params = sum(p.numel() for p in self._parameters)
         weight_bytes = sum(p.numel() * p.itemsize for p in self._parameters)
-        state_bytes = sum(Chunk(0, 0, p.numel(), p.dtype).state_bytes for p in self._parameters)
+        state_bytes = sum(self._states.num_bytes(p.numel(), p.dtype) for p in self._parameters)
         if activations is None:
             cuda = self._device.type == "cuda"
             activations = torch.cuda.get_device_properties(self._device).total_memory // 4 if cuda else 0
@@ -393,7 +402,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         if "host" in parts:
             parts["host"] += f" (cores: {len(self._cores)})"
         overlap = "" if self._overlap else ", without overlap"
-        return f"optimizer state: {', '.join(parts.values())}; schedule {self.schedule}{overlap}"
+        return f"optimizer state in {self._states.name}: {', '.join(parts.values())}; schedule {self.schedule}{overlap}"
 
     def synchronize(self) -> None:
         """Wait until every update has been made; weights and state may then be read anywhere."""
@@ -408,24 +417,13 @@ class OffloadAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Everything, per parameter, on the CPU: step count, powers, fp32 master and moments, parameter groups."""
         self.synchronize()
-        entries = [self._state_of(index) for index in range(len(self._parameters))]
+        entries = [read_state(p, self._where(chunks)) for p, chunks in zip(self._parameters, self._chunks, strict=True)]
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         scalars = {"steps": self._scalars.steps.cpu(), "powers": self._scalars.powers.cpu()}
         return {"state": entries, "param_groups": groups, **scalars}
 
-    def _state_of(self, index: int) -> dict[str, Tensor]:
-        p = self._parameters[index]
-        weight = p.detach().view(-1)
-        parts = []
-        for chunk in self._chunks[index]:
-            view = chunk.view(self._home_of[chunk].state(chunk))
-            own = chunk.of(weight)
-            remainder = view.remainder.to(own.device)
-            master = join(own, remainder) if p.dtype is torch.bfloat16 else own
-            parts.append([t.cpu() for t in (master, view.first, view.second)])
-        names = ("master", "exp_avg", "exp_avg_sq")
-        columns = zip(*parts, strict=True)
-        return {name: torch.cat(column).view(p.shape) for name, column in zip(names, columns, strict=True)}
+    def _where(self, chunks: list[Chunk]) -> list[tuple[Chunk, Tensor]]:
+        return [(chunk, self._home_of[chunk].state(chunk)) for chunk in chunks]
 
     @torch.no_grad()
     def _weights_were_set(self) -> None:
@@ -440,6 +438,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take everything back, weights included: the working weight is the rounded master."""
+        check_format(state_dict["state"], self._states)
         self.synchronize()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)
@@ -447,16 +446,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._scalars.powers = state_dict["powers"].to(self._device)
         self._forget_step()
         for p, chunks, entry in zip(self._parameters, self._chunks, state_dict["state"], strict=True):
-            assert all(tensor.shape == p.shape for tensor in entry.values()), "the state is of another model"
-            flat = {name: tensor.reshape(-1) for name, tensor in entry.items()}
-            for chunk in chunks:
-                view = chunk.view(self._home_of[chunk].state(chunk))
-                master = chunk.of(flat["master"])
-                weight, remainder = split(master) if p.dtype is torch.bfloat16 else (master, view.remainder)
-                chunk.of(p.detach().view(-1)).copy_(weight)
-                view.remainder.copy_(remainder)
-                view.first.copy_(chunk.of(flat["exp_avg"]))
-                view.second.copy_(chunk.of(flat["exp_avg_sq"]))
+            write_state(p, self._where(chunks), entry)
         self._start_from([None] * len(self._parameters))
 
     def close(self) -> None:

@@ -9,21 +9,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.offload.kernels import GO, StateView, adamw_reference_, host_library
+from penstock.offload.formats import FORMATS, StateView
+from penstock.offload.kernels import GO, adamw_reference_, host_library
 
-BLOCK = 1 << 15
-"""Elements that a thread takes at a time: a tenth of a millisecond, so that all threads end together."""
+PART = 1 << 15
+"""Elements that a thread takes at a time: a tenth of a millisecond, so that all threads end together. A multiple of
+every format's block."""
 
 
 class _Job(ctypes.Structure):
     _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
         ("remainder", ctypes.c_void_p),
         ("first", ctypes.c_void_p),
         ("second", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("gradient", ctypes.c_void_p),
+        ("first_scale", ctypes.c_void_p),
+        ("second_scale", ctypes.c_void_p),
         ("scalars", ctypes.c_void_p),
-        ("is_bf16", ctypes.c_int32),
+        ("start", ctypes.c_int64),
+        ("salt", ctypes.c_uint32),
+        ("function", ctypes.c_int32),
     )
 
 
@@ -47,12 +53,13 @@ class Pool:
         if self._library is None or not self._address:
             adamw_reference_(weight, gradient, state, coefficients)
             return
-        tensors = (state.remainder, state.first, state.second, weight, gradient, coefficients)
+        moments = (state.first, state.second, state.first_scale, state.second_scale)
+        tensors = (weight, gradient, state.remainder, *moments, coefficients)
         assert all(t.is_contiguous() for t in tensors), "kernels take flat tensors"
-        job = _Job(*(t.data_ptr() for t in tensors), weight.dtype is torch.bfloat16)
-        size = ctypes.c_int64(weight.numel())
-        pool = ctypes.c_void_p(self._address)
-        self._library.pool_run(pool, self._library.adamw_range, ctypes.byref(job), size, ctypes.c_int64(BLOCK))
+        function = 2 * list(FORMATS).index(state.states.name) + (weight.dtype is torch.float32)
+        job = _Job(*(t.data_ptr() for t in tensors), state.start, state.salt, function)
+        pool, size = ctypes.c_void_p(self._address), ctypes.c_int64(weight.numel())
+        self._library.pool_run(pool, self._library.adamw_range, ctypes.byref(job), size, ctypes.c_int64(PART))
 
     def close(self) -> None:
         """Stop the threads."""

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from penstock.offload.arena import Arena, padded
+from penstock.offload.formats import FORMATS, StateFormat, StateView
 from penstock.offload.homes import Chunk
-from penstock.offload.kernels import NUM_COEFFICIENTS, StateView
+from penstock.offload.kernels import NUM_COEFFICIENTS
 from penstock.offload.lanes import Lane, Tape
 from penstock.offload.pool import Pool
 from penstock.plan.place import Rates
@@ -27,14 +28,14 @@ NUM_SAMPLES = 4
 SECONDS = 0.4
 
 
-def measure_rates(device: torch.device, cores: Sequence[int]) -> Rates:
+def measure_rates(device: torch.device, cores: Sequence[int], states: StateFormat = FORMATS["fp32"]) -> Rates:
     """Link and CPU AdamW rates with both directions of the link and all `cores` busy: the better of two rounds."""
-    rounds = [_measure_once(device, cores) for _ in range(2)]
+    rounds = [_measure_once(device, cores, states) for _ in range(2)]
     return Rates(max(r.link_bytes_per_s for r in rounds), max(r.host_params_per_s for r in rounds))
 
 
-def _measure_once(device: torch.device, cores: Sequence[int]) -> Rates:
-    chunks = [Chunk(i, 0, SAMPLE_PARAMS, torch.bfloat16) for i in range(NUM_SAMPLES)]
+def _measure_once(device: torch.device, cores: Sequence[int], states: StateFormat) -> Rates:
+    chunks = [Chunk(i, 0, SAMPLE_PARAMS, torch.bfloat16, states) for i in range(NUM_SAMPLES)]
     weights = [padded(2 * c.size) for c in chunks]
     total = 2 * SAMPLE_BYTES + sum(padded(c.state_bytes) for c in chunks) + 2 * sum(weights)
     arena = Arena(total, pinned=device.type == "cuda", cores=cores)
