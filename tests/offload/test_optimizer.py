@@ -330,6 +330,78 @@ def test_a_second_backward_without_accumulate_is_refused(schedule):
         loss_of(model, batches(1)[0]).backward()
 
 
+@pytest.mark.parametrize("schedule", ["after-norm", "in-backward"])
+def test_counted_micro_batches_are_those_of_accumulate(schedule):
+    data = batches(6)
+
+    def train(counted):
+        model = Net(torch.float32)
+        options = {"micro_batches": 2} if counted else {}
+        optimizer = OffloadAdamW(model, lr=3e-3, max_grad_norm=0.0, schedule=schedule, homes="stream", **options)
+        for first, second in zip(data[::2], data[1::2], strict=True):
+            if counted:
+                (loss_of(model, first) / 2).backward()
+            else:
+                with optimizer.accumulate():
+                    (loss_of(model, first) / 2).backward()
+            (loss_of(model, second) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if counted:  # a last step of fewer micro-batches than were promised
+            loss_of(model, data[0]).backward()
+            optimizer.step()
+        optimizer.synchronize()
+        return model, optimizer, []
+
+    counted, plain = train(True), train(False)
+    loss_of(plain[0], data[0]).backward()
+    plain[1].step()
+    plain[1].synchronize()
+    assert_same(counted, plain)
+
+
+def test_gradients_changed_after_backward_are_refused(device):
+    model = Net().to(device)
+    optimizer = OffloadAdamW(model)
+    loss_of(model, batches(1, device)[0]).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()  # seen on the device; the host hears of it before the next step
+    with pytest.raises(RecipeError, match="gradients were changed between backward and step"):
+        optimizer.synchronize()
+
+
+def test_gradients_that_were_only_measured_are_taken(device):
+    def measure(number, model, optimizer):
+        nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+
+    assert_same(run(device=device, before_step=measure), run(device=device))
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_a_fresh_optimizer_has_no_state_to_tell(homes):
+    model = Net()
+    optimizer = OffloadAdamW(model, homes=homes, lr=3e-3, max_grad_norm=0.5)
+    fresh = optimizer.state_dict()
+    assert fresh["state"] == []
+    start = copy.deepcopy(model.state_dict())
+    loss_of(model, batches(1)[0]).backward()
+    optimizer.step()
+    assert optimizer.state_dict()["state"]
+    optimizer.load_state_dict(fresh)  # back to the beginning: no moments, and the weights as they are
+    model.load_state_dict(start)
+    for ids in batches(2):
+        optimizer.zero_grad()
+        loss_of(model, ids).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    assert_same((model, optimizer, []), run(steps=2, homes=homes))
+
+
+def test_rounded_masters_are_state_from_the_start():
+    optimizer = OffloadAdamW(Net(torch.float32), working_dtype=torch.bfloat16)
+    assert optimizer.state_dict()["state"]
+
+
 @pytest.mark.parametrize("homes", HOMES)
 def test_zero_grad_without_step_forgets_the_backward(homes):
     data = batches(3)

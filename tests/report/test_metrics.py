@@ -3,7 +3,7 @@ import json
 import torch
 
 from penstock.engine import StepResult
-from penstock.offload.lanes import Mark
+from penstock.offload.lanes import Mark, ToHost
 from penstock.report.metrics import Metrics, StepFacts
 
 
@@ -15,7 +15,7 @@ class NotYet(Mark):
 
 
 def result(loss, mark):
-    return StepResult(torch.tensor([loss, 2.0, 0.0]), mark)
+    return StepResult(ToHost(torch.tensor([loss, 2.0, 0.0]), mark))
 
 
 def test_a_row_is_read_when_it_is_ready_or_when_the_next_step_is_there(tmp_path):

@@ -11,24 +11,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
-from penstock.offload.lanes import Mark, main_mark
+from penstock.offload.lanes import ToHost
 
 
 @dataclass(frozen=True)
 class StepResult:
     """One step. Its numbers are on their way to the host; reading them waits for this step and for nothing after it."""
 
-    values: Tensor
-    """On the host once `done` is passed: loss, norm, whether the step was skipped."""
-    done: Mark
+    values: ToHost
+    """Loss, norm, whether the step was skipped."""
 
     @classmethod
     def of(cls, loss: Tensor, grad_norm: Tensor, skipped: Tensor) -> StepResult:
         """Start the numbers on their way."""
-        values = torch.stack([loss.double(), grad_norm.double(), skipped.double()])
-        if values.is_cuda:
-            values = torch.empty(3, dtype=torch.float64, pin_memory=True).copy_(values, non_blocking=True)
-        return cls(values, main_mark(loss.device))
+        return cls(ToHost.of(torch.stack([loss.double(), grad_norm.double(), skipped.double()])))
 
     @property
     def loss(self) -> float:
@@ -46,8 +42,7 @@ class StepResult:
         return bool(self._read(2))
 
     def _read(self, index: int) -> float:
-        self.done.wait_on_host()
-        return float(self.values[index])
+        return float(self.values.read()[index])
 
 
 class Engine(Protocol):

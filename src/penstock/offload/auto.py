@@ -19,6 +19,40 @@ HOST_RESERVE = 6 * 2**30
 """Left free on the host: the data, the page cache of a checkpoint being written, everything else that runs."""
 
 
+def need_of(
+    parameters: Sequence[torch.Tensor],
+    states: StateFormat,
+    *,
+    activation_bytes: int | None,
+    kept_bytes: int | None,
+    accumulates: bool,
+    in_backward: bool,
+    overlap: bool,
+    hidden_seconds: float,
+) -> Need:
+    """What state, gradients and activations take. Unknown activations: a quarter of the GPU."""
+    num_params = sum(p.numel() for p in parameters)
+    weight_bytes = sum(p.numel() * p.itemsize for p in parameters)
+    state_bytes = sum(states.num_bytes(p.numel(), p.dtype) for p in parameters)
+    if activation_bytes is None:
+        device = parameters[0].device
+        activation_bytes = torch.cuda.get_device_properties(device).total_memory // 4 if device.type == "cuda" else 0
+    all_kept = activation_bytes + weight_bytes
+    if accumulates:  # the next micro-batch runs beside all gradients of the one before
+        activation_bytes = kept_bytes = all_kept
+    elif in_backward:
+        kept_bytes = activation_bytes
+    return Need(
+        num_params,
+        state_bytes / num_params,
+        weight_bytes / num_params,
+        activation_bytes=activation_bytes,
+        kept_bytes=all_kept if kept_bytes is None else kept_bytes,
+        gradients_leave=overlap and not in_backward and not accumulates,
+        hidden_seconds=hidden_seconds,
+    )
+
+
 def choose_homes(
     need: Need, device: torch.device, states: StateFormat, *, staging_bytes: int, cores: Sequence[int]
 ) -> Placement:

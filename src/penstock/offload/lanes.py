@@ -103,6 +103,30 @@ class Mark:
             stream.wait_event(self._event)
 
 
+class ToHost:
+    """A tensor on its way to the host. Reading it waits for what made it and for nothing after."""
+
+    def __init__(self, values: Tensor, done: Mark) -> None:
+        self._values, self._done = values, done
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> ToHost:
+        """Start it on its way, on the calling thread's current stream."""
+        if tensor.is_cuda:  # to memory that is not pinned the copy would be made at once, and waited for
+            landing = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return cls(landing.copy_(tensor, non_blocking=True), main_mark(tensor.device))
+        return cls(tensor, Mark())
+
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return self._done.ready()
+
+    def read(self) -> Tensor:
+        """The values, on the host."""
+        self._done.wait_on_host()
+        return self._values
+
+
 class Lane:
     """One ordered queue of work."""
 

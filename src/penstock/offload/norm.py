@@ -34,6 +34,13 @@ class Norm:
         """Take the final gradient of one parameter."""
         span_sums(gradient, self._sums[self._starts[index] : self._starts[index] + self._spans[index]])
 
+    def differs(self, index: int, gradient: Tensor) -> Tensor:
+        """Whether a gradient is no longer the one that was added. Only a step that will be taken matters."""
+        own = self._sums[self._starts[index] : self._starts[index] + self._spans[index]]
+        again = torch.empty_like(own)
+        span_sums(gradient, again)
+        return (own != again).any() & self.finite_so_far()
+
     def finite_so_far(self) -> Tensor:
         """Whether everything added since `clear` is finite."""
         return self._sums.sum().isfinite()  # squares are never negative, so no infinity cancels another

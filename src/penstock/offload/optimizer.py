@@ -17,9 +17,8 @@ rejected: a rollback cannot restore the bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -27,31 +26,21 @@ from torch import Tensor, nn
 
 from penstock.errors import RecipeError
 from penstock.hardware import near_cores
-from penstock.offload.auto import choose_homes
+from penstock.offload.auto import choose_homes, need_of
 from penstock.offload.deal import HomeName, deal
 from penstock.offload.formats import StateName, format_named
 from penstock.offload.homes import NUM_SLOTS, Chunk, Coefficients, Home, HostHome, ResidentHome, StreamHome, Update
 from penstock.offload.kernels import GO, split
-from penstock.offload.lanes import Mark, Tape, main_mark, main_waits
+from penstock.offload.lanes import Mark, Tape, ToHost, main_mark, main_waits
 from penstock.offload.norm import Norm, Scalars, clip
 from penstock.offload.saved import check_format, read_state, write_state
-from penstock.plan.place import Need
+from penstock.offload.units import Unit, find_units
 
 Schedule = Literal["after-norm", "in-backward"]
 DEFAULT_CHUNK = 1 << 24
 """Elements in a chunk: 160 MiB of fp32 state, long enough a copy to run at the link's full rate."""
 STREAM_QUEUE = 16
 """Chunks that may wait for a slot during backward: their gradients take memory that the plan does not know of."""
-
-
-@dataclass
-class _Unit:
-    """Weights needed together in forward, the chunks of their state, and what the next forward must wait for."""
-
-    module: nn.Module
-    parameters: list[int] = field(default_factory=list)
-    waiting: int = 0
-    updates: list[Future[Mark]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -66,6 +55,10 @@ class StepReport:
 class OffloadAdamW(torch.optim.Optimizer):
     """AdamW with an exact fp32 master for bf16 weights and state in three homes. See the module's docstring.
 
+    `micro_batches`: backward passes in a step, for loops that cannot call `accumulate()`.
+    `activation_bytes`, `kept_bytes`: the most that forward and backward take on the GPU, without and with gradients, so
+    that `homes="auto"` can fill the rest; unknown, a quarter of the GPU is left to them. `accumulates` says that all
+    gradients of one micro-batch are there while the next one runs.
     `states`: `fp32` is exact; `bf16` and `int8` keep the moments in fewer bits, with stochastic rounding that depends
     on nothing but element, parameter and step, so homes and chunks stay invisible. See `formats.py`.
     """
@@ -90,6 +83,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         activation_bytes: int | None = None,
         kept_bytes: int | None = None,
         accumulates: bool = False,
+        micro_batches: int = 1,
         forward_seconds: float = 0.0,
         backward_seconds: float = 0.0,
         units: Iterable[nn.Module] | None = None,
@@ -103,7 +97,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         trainable = [p for p in model.parameters() if p.requires_grad]
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params if params is not None else trainable, defaults)
-        self.max_grad_norm, self._overlap = max_grad_norm, overlap
+        self.max_grad_norm, self._overlap, self._micro_batches = max_grad_norm, overlap, micro_batches
         self._parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         self._group_of = [i for i, g in enumerate(self.param_groups) for p in g["params"] if p.requires_grad]
         self._device = self._parameters[0].device
@@ -113,21 +107,33 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._scalars = Scalars(len(self.param_groups), self._device)
         self._states = format_named(states)
         chunk_size = self._states.whole_blocks(chunk_size)
-        self._units = self._find_units(model, units)
+        self._units = find_units(model, self._parameters, units)
         self.tape = Tape(self._device)
         self._near = near_cores(self._device)
         self._cores = self._near[: max(1, int(len(self._near) * cpu_adam_cores))]
         if homes == "auto":
-            hidden_seconds = forward_seconds if self.schedule == "after-norm" else backward_seconds
-            need = self._need(activation_bytes, kept_bytes, accumulates, hidden_seconds)
+            need = need_of(
+                self._parameters,
+                self._states,
+                activation_bytes=activation_bytes,
+                kept_bytes=kept_bytes,
+                accumulates=accumulates or micro_batches > 1,
+                in_backward=self.schedule == "in-backward",
+                overlap=overlap,
+                hidden_seconds=forward_seconds if self.schedule == "after-norm" else backward_seconds,
+            )
             staging_bytes = NUM_SLOTS * self._states.num_bytes(chunk_size, torch.bfloat16)
             placement = choose_homes(need, self._device, self._states, staging_bytes=staging_bytes, cores=self._cores)
             homes = cast(dict[HomeName, float], placement.fractions())
         self._assign(homes if isinstance(homes, Mapping) else {homes: 1.0}, chunk_size)
         self._start_from(remainders)
+        self._fresh = all(remainder is None for remainder in remainders)  # state is zero, masters are the weights
         self._hold_updates = False  # inside accumulate()
+        self._passes = [0] * len(self._parameters)  # gradients that came in this step, by parameter
         self._open = False  # a step has begun: its first gradient is final
         self._final: dict[int, Tensor] = {}  # final gradients on the device, by parameter
+        self._changed: ToHost | None = None
+        self._versions: dict[int, int] = {}  # of the final gradients, to see whether someone changed one
         self._sent: set[int] = set()  # parameters whose gradients have all gone down
         self._seen: set[int] = set()  # parameters whose gradients of this step were final
         self._coefficients: Tensor | None = None
@@ -149,29 +155,6 @@ class OffloadAdamW(torch.optim.Optimizer):
         p = self._parameters[index]
         starts = range(0, p.numel(), chunk_size)
         return [Chunk(index, start, min(chunk_size, p.numel() - start), p.dtype, self._states) for start in starts]
-
-    def _need(self, activations: int | None, kept: int | None, accumulates: bool, hidden_seconds: float) -> Need:
-        """What state, gradients and activations take. Unknown activations: a quarter of the GPU."""
-        num_params = sum(p.numel() for p in self._parameters)
-        weight_bytes = sum(p.numel() * p.itemsize for p in self._parameters)
-        state_bytes = sum(self._states.num_bytes(p.numel(), p.dtype) for p in self._parameters)
-        if activations is None:
-            cuda = self._device.type == "cuda"
-            activations = torch.cuda.get_device_properties(self._device).total_memory // 4 if cuda else 0
-        all_kept = activations + weight_bytes
-        if accumulates:  # the next micro-batch runs beside all gradients of the one before
-            activations = kept = all_kept
-        elif self.schedule == "in-backward":
-            kept = activations
-        return Need(
-            num_params,
-            state_bytes / num_params,
-            weight_bytes / num_params,
-            activation_bytes=activations,
-            kept_bytes=all_kept if kept is None else kept,
-            gradients_leave=self._overlap and self.schedule == "after-norm" and not accumulates,
-            hidden_seconds=hidden_seconds,
-        )
 
     def _assign(self, shares: Mapping[HomeName, float], chunk_size: int) -> None:
         """Cut parameters into chunks, make the homes, and say which chunk lives where."""
@@ -208,25 +191,6 @@ class OffloadAdamW(torch.optim.Optimizer):
                 if remainder is not None:
                     chunk.view(home.state(chunk)).remainder.copy_(chunk.of(remainder))
 
-    def _find_units(self, model: nn.Module, units: Iterable[nn.Module] | None) -> list[_Unit]:
-        """The given modules, or the elements of every list of modules, then each module with weights of its own."""
-        index_of = {id(p): i for i, p in enumerate(self._parameters)}
-        containers = (nn.ModuleList, nn.ModuleDict)  # never called themselves, so no unit either
-        lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
-        elements = (e for modules in lists for e in modules if not isinstance(e, containers))
-        chosen = set(units) if units is not None else set(elements)
-        found: list[_Unit] = []
-        for module in model.modules():
-            own = module.parameters(recurse=module in chosen)
-            indices = [index_of.pop(id(p)) for p in own if id(p) in index_of]
-            if indices:
-                found.append(_Unit(module, indices, waiting=len(indices)))
-        if index_of:
-            raise RecipeError(
-                f"{len(index_of)} of the parameters to train are not in the model", remedy="Check params."
-            )
-        return found
-
     def _attach(self, model: nn.Module) -> None:
         """Hooks: a unit's forward waits for its update; a final gradient is taken; state_dict waits for everything."""
         self._hooks = [
@@ -236,7 +200,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         for unit in self._units:
             self._hooks.append(unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._wait(unit)))
             for index in unit.parameters:
-                hook = cast(Callable[[Tensor], None], lambda p, i=index, u=unit: self._gradient_final(i, u))
+                hook = cast(Callable[[Tensor], None], lambda p, i=index, u=unit: self._gradient_came(i, u))
                 self._hooks.append(self._parameters[index].register_post_accumulate_grad_hook(hook))
 
     # ------------------------------------------------------------------ one step
@@ -257,10 +221,13 @@ class OffloadAdamW(torch.optim.Optimizer):
         if self.schedule == "in-backward":  # the learning rate must be set by now; after-norm reads it in `step`
             self._coefficients = self._scalars.coefficients(self.param_groups)
 
+    def _gradient_came(self, index: int, unit: Unit) -> None:
+        self._passes[index] += 1
+        if not self._hold_updates and self._passes[index] >= self._micro_batches:
+            self._gradient_final(index, unit)
+
     @torch.no_grad()
-    def _gradient_final(self, index: int, unit: _Unit) -> None:
-        if self._hold_updates:
-            return
+    def _gradient_final(self, index: int, unit: Unit) -> None:
         if not self._open:
             self._begin()
         self._refuse_misuse(index, unit)
@@ -269,7 +236,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         assert gradient is not None
         flat = gradient.contiguous().view(-1)
         self._norm.add(index, flat)
-        self._final[index] = flat
+        self._final[index], self._versions[index] = flat, flat._version
         if self.schedule == "in-backward":
             unit.waiting -= 1
             if unit.waiting == 0:
@@ -277,17 +244,37 @@ class OffloadAdamW(torch.optim.Optimizer):
         elif self._overlap:
             self._send_down(index, flat)
 
-    def _refuse_misuse(self, index: int, unit: _Unit) -> None:
+    def _refuse_misuse(self, index: int, unit: Unit) -> None:
         """Two mistakes that would train quietly in a wrong way."""
         if index in self._seen:
             raise RecipeError(
                 "a second backward before step()",
-                remedy="Put `with optimizer.accumulate():` around the backward of every micro-batch but the last.",
+                remedy="Put `with optimizer.accumulate():` around the backward of every micro-batch but the last, "
+                "or set micro_batches to their number.",
             )
         if unit.updates:
             raise RecipeError(
                 f"the weights of {type(unit.module).__name__} are used without calling that module",
                 remedy="Name the module that is called instead, with units=[...].",
+            )
+
+    def _look_for_changes(self) -> None:
+        """Whether someone changed a gradient after backward, as a loop that clips does. It is read a step later.
+
+        Writing alone is no change: some loops scale by one to learn the norm.
+        """
+        written = [i for i, flat in self._final.items() if flat._version != self._versions[i]]
+        if written:
+            changed = torch.stack([self._norm.differs(i, self._final[i]) for i in written]).any()
+            self._changed = ToHost.of(changed)
+
+    def _refuse_changes(self) -> None:
+        """A gradient that was changed may have been used already, and the norm is that of before."""
+        changed, self._changed = self._changed, None
+        if changed is not None and changed.read():
+            raise RecipeError(
+                "gradients were changed between backward and step()",
+                remedy="Let the optimizer clip (its max_grad_norm) and nobody else: Trainer takes max_grad_norm=0.",
             )
 
     def _go_if_finite(self) -> Tensor:
@@ -324,6 +311,9 @@ class OffloadAdamW(torch.optim.Optimizer):
                     self._gradient_final(index, unit)
         if not self._open:  # no gradient arrived: nothing to do, as in torch
             return loss
+        self._refuse_changes()
+        self._look_for_changes()
+        self._fresh = False
         if self.schedule == "after-norm":
             coefficients = self._scalars.coefficients(self.param_groups)
             norm, taken = clip(coefficients, self._norm.total(), self.max_grad_norm)
@@ -345,10 +335,11 @@ class OffloadAdamW(torch.optim.Optimizer):
         for unit in self._units:
             unit.waiting = len(unit.parameters)
         self._open, self._coefficients = False, None
-        for collected in (self._final, self._sent, self._seen):
+        self._passes = [0] * len(self._parameters)
+        for collected in (self._final, self._versions, self._sent, self._seen):
             collected.clear()
 
-    def _update_unit(self, unit: _Unit, rows: list[Coefficients]) -> None:
+    def _update_unit(self, unit: Unit, rows: list[Coefficients]) -> None:
         ready = main_mark(self._device)
         for index in unit.parameters:
             flat = self._final.pop(index, None)
@@ -384,7 +375,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             self.synchronize()
         super().zero_grad(set_to_none)
 
-    def _wait(self, unit: _Unit) -> None:
+    def _wait(self, unit: Unit) -> None:
         """The calling thread's stream goes on only after this unit's update."""
         if unit.updates:
             with self.tape.on_device("wait"):
@@ -410,14 +401,19 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._wait(unit)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        self._refuse_changes()
 
     # ------------------------------------------------------------------ state, independent of homes and chunking
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Everything, per parameter, on the CPU: step count, powers, fp32 master and moments, parameter groups."""
+        """Everything, per parameter, on the CPU: step count, powers, fp32 master and moments, parameter groups.
+
+        Before the first step there is no state to tell, as in torch: wrappers read and write it at once to move it.
+        """
         self.synchronize()
-        entries = [read_state(p, self._where(chunks)) for p, chunks in zip(self._parameters, self._chunks, strict=True)]
+        parts = zip(self._parameters, self._chunks, strict=True)
+        entries = [] if self._fresh else [read_state(p, self._where(chunks)) for p, chunks in parts]
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         scalars = {"steps": self._scalars.steps.cpu(), "powers": self._scalars.powers.cpu()}
         return {"state": entries, "param_groups": groups, **scalars}
@@ -445,8 +441,14 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._scalars.steps = state_dict["steps"].to(self._device)
         self._scalars.powers = state_dict["powers"].to(self._device)
         self._forget_step()
-        for p, chunks, entry in zip(self._parameters, self._chunks, state_dict["state"], strict=True):
-            write_state(p, self._where(chunks), entry)
+        if state_dict["state"]:
+            for p, chunks, entry in zip(self._parameters, self._chunks, state_dict["state"], strict=True):
+                write_state(p, self._where(chunks), entry)
+        elif not self._fresh:
+            for home, chunks in self._homes:
+                for chunk in chunks:
+                    home.state(chunk).zero_()
+        self._fresh = not state_dict["state"]
         self._start_from([None] * len(self._parameters))
 
     def close(self) -> None:

@@ -93,7 +93,7 @@ class Metrics:
     def add(self, facts: StepFacts, result: StepResult) -> None:
         """A step was enqueued."""
         self._pending.append((facts, result))
-        while self._pending and (len(self._pending) > 1 or self._pending[0][1].done.ready()):
+        while self._pending and (len(self._pending) > 1 or self._pending[0][1].values.ready()):
             self._settle()
 
     def settle(self) -> None:

@@ -1,0 +1,41 @@
+"""Units as the optimizer sees them: which module's forward must wait for which parameters' updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from penstock.errors import RecipeError
+from penstock.offload.lanes import Mark
+
+
+@dataclass
+class Unit:
+    """Weights needed together in forward, and what the next forward must wait for."""
+
+    module: nn.Module
+    parameters: list[int] = field(default_factory=list)
+    waiting: int = 0
+    """Parameters whose gradients are not final yet."""
+    updates: list[Future[Mark]] = field(default_factory=list)
+
+
+def find_units(model: nn.Module, parameters: Sequence[Tensor], units: Iterable[nn.Module] | None) -> list[Unit]:
+    """The given modules, or the elements of every list of modules, then each module with weights of its own."""
+    index_of = {id(p): i for i, p in enumerate(parameters)}
+    containers = (nn.ModuleList, nn.ModuleDict)  # never called themselves, so no unit either
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
+    elements = (e for modules in lists for e in modules if not isinstance(e, containers))
+    chosen = set(units) if units is not None else set(elements)
+    found: list[Unit] = []
+    for module in model.modules():
+        own = module.parameters(recurse=module in chosen)
+        indices = [index_of.pop(id(p)) for p in own if id(p) in index_of]
+        if indices:
+            found.append(Unit(module, indices, waiting=len(indices)))
+    if index_of:
+        raise RecipeError(f"{len(index_of)} of the parameters to train are not in the model", remedy="Check params.")
+    return found

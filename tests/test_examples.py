@@ -1,0 +1,42 @@
+"""The examples run as they are, and do what they say."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+DEMO = Path(penstock.__file__).parent / "demo" / "model"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class ClippingAdamW(torch.optim.AdamW):
+    """torch's own, with the clipping that the Trainer of the example leaves to the optimizer."""
+
+    def __init__(self, model, lr, max_grad_norm, micro_batches):
+        super().__init__(model.parameters(), lr=lr, weight_decay=0.01)
+        self.max_grad_norm = max_grad_norm
+
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], self.max_grad_norm)
+        return super().step(closure)
+
+
+@pytest.mark.slow
+def test_a_trainer_with_our_optimizer_learns_as_with_torchs(tmp_path, monkeypatch):
+    example = load("trainer")
+    ours = example.main(str(DEMO), str(tmp_path / "ours"))
+    monkeypatch.setattr(penstock, "OffloadAdamW", ClippingAdamW)
+    theirs = example.main(str(DEMO), str(tmp_path / "theirs"))
+    assert len(ours) == 8
+    assert ours[-1] < 0.5 * ours[0]
+    assert ours == pytest.approx(theirs, rel=1e-3)
