@@ -1,12 +1,14 @@
 """The engine on tiny models: micro-batches add up, bad losses change nothing, decay spares norms and biases."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
 
 from penstock.data.loader import Position, prepare
 from penstock.engine.native import NativeEngine, decay_groups, full_batch
+from penstock.errors import DoesNotFit
 from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.presets import PRESETS
 
@@ -136,3 +138,19 @@ def example_losses(packing):
                     losses[numbers.pop(0)] = float(engine.packed.loss_sum(only) / own.sum())
     engine.release()
     return losses
+
+
+def test_out_of_memory_names_the_largest_parts_and_what_to_change(monkeypatch):
+    _, engine = build(tiny("llama-8b", homes="gpu", recompute="none"))
+    batch = full_batch(4, 12, 300)
+
+    def full(_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(engine.packed, "loss_sum", full)
+    with pytest.raises(DoesNotFit) as caught:
+        engine.accumulate(batch, 44, last=True)
+    assert re.search(r"with 4 rows of \d+ tokens at once: resident state .* GiB, weights .* GiB", caught.value.what)
+    flags = re.findall(r"--[a-z-]+", caught.value.remedy)
+    assert flags == ["--homes", "--micro-batch-size", "--recompute", "--states", "--max-length"]
+    assert caught.value.exit_code == 3

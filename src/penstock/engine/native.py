@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
 from penstock.engine import StepResult
+from penstock.errors import DoesNotFit
 from penstock.model.attention import Segments, use_attention
 from penstock.model.loss import check_logits, packed_loss
 from penstock.model.recompute import set_recompute
@@ -44,10 +45,13 @@ class PackedModel:
 class NativeEngine:
     """One device."""
 
+    optimizer: OffloadAdamW
+
     def __init__(self, model: PreTrainedModel, recipe: Recipe, say: Callable[[str], None]) -> None:
-        self.model = model
+        self.model, self._recipe = model, recipe
         self.packed = PackedModel(model, recipe)
-        trial = try_once(self.packed, recipe)
+        with self._memory_explained():
+            trial = try_once(self.packed, recipe)
         if trial.activation_bytes:
             say(f"a micro-batch: {trial.activation_bytes / 1e9:.1f} GB of activations, with gradients "
                 f"{trial.kept_bytes / 1e9:.1f} GB; {trial.forward_seconds:.3f} s forward, "
@@ -83,10 +87,11 @@ class NativeEngine:
 
     def accumulate(self, batch: MicroBatch, trained_in_step: int, *, last: bool) -> None:
         """Forward and backward; the gradients of the last micro-batch are final."""
-        loss = self.packed.loss_sum(batch) / trained_in_step
-        with nullcontext() if last else self.optimizer.accumulate():
-            loss.backward()
-        self._loss += loss.detach()
+        with self._memory_explained():
+            loss = self.packed.loss_sum(batch) / trained_in_step
+            with nullcontext() if last else self.optimizer.accumulate():
+                loss.backward()
+            self._loss += loss.detach()
 
     def step(self) -> StepResult:
         """Enqueue the update."""
@@ -109,9 +114,44 @@ class NativeEngine:
         self.model.train()
         return float(total / trained)
 
+    @contextmanager
+    def _memory_explained(self) -> Iterator[None]:
+        """Out of GPU memory: what takes it, and what to change."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            parts = {
+                "weights": sum(p.nbytes for p in self.model.parameters()),
+                "gradients": sum(p.grad.nbytes for p in self.model.parameters() if p.grad is not None),
+            }
+            if hasattr(self, "optimizer"):  # not yet in the trial
+                parts["resident state"] = self.optimizer.state_bytes().get("gpu", 0)
+            if self.packed.device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated(self.packed.device)
+                parts["activations and the rest"] = max(0, peak - sum(parts.values()))
+            raise out_of_memory(parts, self._recipe) from error
+
     def release(self) -> None:
         """Let the last updates finish, then give state back."""
         self.optimizer.close()
+
+
+def out_of_memory(parts: dict[str, int], recipe: Recipe) -> DoesNotFit:
+    """An error with the largest parts and the cheapest changes first."""
+    largest = sorted(parts.items(), key=lambda part: -part[1])
+    held = ", ".join(f"{name} {num_bytes / 2**30:.1f} GiB" for name, num_bytes in largest if num_bytes)
+    rows = recipe.rows_at_once
+    changes = [
+        (recipe.homes not in ("auto", "stream", "host"), "--homes auto"),
+        (rows > 1, f"--micro-batch-size {rows // 2}"),
+        (recipe.recompute != "full", "--recompute full"),
+        (recipe.states == "fp32", "--states bf16"),
+        (True, f"--max-length {recipe.max_length // 2}"),
+    ]
+    return DoesNotFit(
+        f"the GPU is out of memory with {rows} rows of {recipe.max_length} tokens at once: {held}",
+        remedy=f"Try {', or '.join(flag for useful, flag in changes if useful)}.",
+    )
 
 
 @dataclass(frozen=True)
