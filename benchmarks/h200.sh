@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs the GPU: tests marked gpu, the host side, and `penstock bench`. Results and logs go to $OUT.
-# Usage: OUT=out benchmarks/h200.sh [tests | host | "[SECONDS] RECIPE [FLAGS]"]...
+# Usage: OUT=out benchmarks/h200.sh [tests | host | curves | "[SECONDS] RECIPE [FLAGS]"]...
 # Each job has a time limit of its own; for a bench it is SECONDS, or 560.
 #   OUT=out benchmarks/h200.sh host "300 llama-8b --micro-batch-size 1 --recompute none" \
 #     "560 llama-8b --against deepspeed,torchao,flashoptim --timeout 150 --steps 4"
@@ -27,7 +27,8 @@ free -g | head -2 >> "$OUT/machine.txt"
 for job in "$@"; do
   echo "+ $job"
   case $job in
-    tests) timeout 420 python3 -m pytest -q -m gpu -p no:cacheprovider tests/offload tests/model tests/bench > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
+    tests) timeout 300 python3 -m pytest -q -m gpu -p no:cacheprovider tests/offload tests/model tests/bench > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
+    curves) timeout 300 python3 benchmarks/curves.py measure "$OUT" > "$OUT/curves.log" 2>&1; tail -n 20 "$OUT/curves.log" ;;
     host) timeout 120 python3 benchmarks/host.py > "$OUT/host.log" 2>&1; tail -n 3 "$OUT/host.log" ;;
     *) limit=560
       case $job in [0-9]*) limit=${job%% *} job=${job#* } ;; esac
