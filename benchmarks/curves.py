@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+import yaml
 
 from penstock.data.loader import Position
 from penstock.engine.native import NativeEngine, PackedModel, decay_groups
@@ -86,7 +87,8 @@ def losses_of(recipe, *, torchs_own):
     run = prepare_run(recipe, Console(quiet=True))
     model = load_model(run.recipe, run.config, run.device, lambda _: None)
     if torchs_own and run.recipe.dtype == "bf16":
-        model = model.bfloat16()
+        for parameter in model.parameters():  # not the buffers: rotary frequencies stay as they are
+            parameter.data = parameter.data.bfloat16()
     engine = TorchEngine(model, run.recipe) if torchs_own else NativeEngine(model, run.recipe, lambda _: None)
     position, losses = Position(), []
     for step in range(1, recipe.max_steps + 1):
@@ -100,7 +102,7 @@ def losses_of(recipe, *, torchs_own):
 
 
 def measure(directory, settings):
-    values = dict(setting.split("=", 1) for setting in settings)
+    values = {name: yaml.safe_load(value) for name, value in (setting.split("=", 1) for setting in settings)}
     base = with_values(BASE, values, "command line")
     torch.use_deterministic_algorithms(True)
     directory.mkdir(parents=True, exist_ok=True)
