@@ -29,7 +29,7 @@ from penstock.errors import RecipeError
 from penstock.hardware import usable_cores
 from penstock.offload.auto import choose_homes
 from penstock.offload.homes import NUM_SLOTS, Chunk, Coefficients, Home, HostHome, ResidentHome, StreamHome
-from penstock.offload.kernels import GO, join, split
+from penstock.offload.kernels import GO, StateView, join, split
 from penstock.offload.lanes import Lane, Mark, main_mark, main_waits
 from penstock.offload.norm import Norm, Scalars, clip
 
@@ -443,6 +443,22 @@ class OffloadAdamW(torch.optim.Optimizer):
                 view.remainder.copy_(remainder)
                 view.first.copy_(chunk.of(flat["exp_avg"]))
                 view.second.copy_(chunk.of(flat["exp_avg_sq"]))
+        self._start_from([None] * len(self._parameters))
+
+    def chunk_states(self) -> Iterator[tuple[nn.Parameter, list[StateView]]]:
+        """Every parameter and the states of its chunks in order, where they lie (see `state.py`)."""
+        self.synchronize()
+        for p, chunks in zip(self._parameters, self._chunks, strict=True):
+            yield p, [chunk.view(self._home_of[chunk].state(chunk)) for chunk in chunks]
+
+    def scalar_state(self) -> dict[str, Tensor]:
+        """Count of steps taken and powers of the betas, on the device."""
+        return {"steps": self._scalars.steps, "powers": self._scalars.powers}
+
+    @torch.no_grad()
+    def restored(self) -> None:
+        """Weights and state were written where they lie: let every home see the weights, and begin a new step."""
+        self._forget_step()
         self._start_from([None] * len(self._parameters))
 
     def close(self) -> None:
