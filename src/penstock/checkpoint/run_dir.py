@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from penstock.checkpoint.lock import LOCK_FILE, refuse_if_claimed
-from penstock.checkpoint.store import find, remove, sync_directory
+from penstock.checkpoint.store import find, remove, sweep, sync_directory
 from penstock.errors import CheckpointError, DoesNotFit, OutputError
 from penstock.recipe import Recipe, to_dict, with_values
 
@@ -44,6 +44,8 @@ def make_run_dir(recipe: Recipe, *, keep_checkpoints: bool = False) -> Path:
     """The checked directory, holding the recipe and nothing else, except checkpoints that the run goes on from."""
     directory = recipe.run_dir
     directory.mkdir(parents=True, exist_ok=True)
+    if (directory / CHECKPOINTS).is_dir():
+        sweep(directory / CHECKPOINTS)
     if not keep_checkpoints:
         for checkpoint in find(directory / CHECKPOINTS):
             remove(checkpoint)  # one that is there in part would pass for a damaged one
