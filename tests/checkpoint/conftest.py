@@ -31,7 +31,13 @@ def server(tmp_path_factory, private_cache):
         stdout=subprocess.PIPE,
         text=True,
         # Threads do not survive a fork: a pool that the warm-up had started would never answer a child.
-        env={**os.environ, "LD_PRELOAD": str(shim), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "LD_PRELOAD": str(shim),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        },
     )
     assert process.stdout.readline() == "0\n"
     yield Server(process, directory)
