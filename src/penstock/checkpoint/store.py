@@ -40,7 +40,8 @@ MANIFEST = "manifest.json"
 FILE_BYTES = 2 * 2**30
 """Where a file ends and the next begins. Files are what threads share out, so there should be many."""
 NUM_THREADS = 4
-"""More gain nothing: a disk that takes more than four writers at once was not seen."""
+"""Files written at once. One stream leaves the disk waiting: measured 0.9 GB/s with one, 1.7 with two, 1.8 with four
+(2 cores, 4.3 GB), where a plain copy of one file made 1.0."""
 
 _STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _FILE = re.compile(r"[A-Za-z0-9_-]+\.(json|safetensors)")
