@@ -22,6 +22,7 @@ from penstock.checkpoint.resume import (
     Saved,
     check_same_model,
     check_same_run,
+    disk_advice,
     find_saved,
     model_fingerprint,
     restore,
@@ -87,7 +88,7 @@ def train(
 
         model_dir = run_dir / "model"
         with signals() as stop:
-            with console.phase(f"Training for {run.total_steps - first_step + 1:,} steps"), memory_advice(recipe):
+            with console.phase(f"Training {run.total_steps:,} steps"), memory_advice(recipe), disk_advice(run_dir):
                 run_steps(run, engine, metrics, stop, save, first_step, place_in(run.data, saved))
             engine.release()
             cut_off = metrics.rows[-1].step < run.total_steps

@@ -37,6 +37,7 @@ def server(tmp_path_factory, private_cache):
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            "CUDA_VISIBLE_DEVICES": "",
         },
     )
     assert process.stdout.readline() == "0\n"

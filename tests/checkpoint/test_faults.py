@@ -52,9 +52,12 @@ def run(half_run, tmp_path):
     return tmp_path / "run"
 
 
-def at_row(run, number, action):
-    """A fault when row `number` is written to metrics.jsonl; the first call there removes the old file."""
-    return [str(run / "metrics.jsonl"), 1 + number, action]
+def at_row(run, number, action, saved=0):
+    """A fault when row `number` is written to metrics.jsonl, of which `saved` are restored at once.
+
+    The first call there removes the old file, the second, after a resume, writes what is restored.
+    """
+    return [str(run / "metrics.jsonl"), 1 + bool(saved) + number - saved, action]
 
 
 def assert_same_end(run, whole_run):
@@ -76,7 +79,7 @@ def test_twenty_kills_at_random_steps_change_no_bit(server, tmp_path):
         saved = int(checkpoints(run)[-1].name.removeprefix("step-")) if checkpoints(run) else 0
         assert saved >= at_most, "never back"
         at_most, more = saved, draw.randint(1, 5)
-        fault = at_row(run, saved + more, draw.choice([KILL_BEFORE, KILL_AFTER]))
+        fault = at_row(run, saved + more, draw.choice([KILL_BEFORE, KILL_AFTER]), saved)
         ended = server.train(run, *flags, "--resume", fault=fault)
         assert ended.code == -signal.SIGKILL, ended.text
     assert 0 < at_most < 60, "kills came before, between and after saves"
@@ -123,7 +126,7 @@ def test_a_full_disk_stops_the_run_and_the_old_checkpoint_stays(server, run, who
         )
     ended = resume(server, run, fault=[str(run / "checkpoints/.saving"), nth, NO_SPACE])
     assert ended.code == 3, ended.text
-    assert "cannot save a checkpoint (No space left on device)" in ended.text
+    assert "the run can no longer be written (No space left on device)" in ended.text
     assert "step-00000004 is whole: --resume goes on from it" in ended.text
     assert "Traceback" not in ended.text
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000002", "step-00000004"]
@@ -131,10 +134,17 @@ def test_a_full_disk_stops_the_run_and_the_old_checkpoint_stays(server, run, who
     assert_same_end(run, whole_run)
 
 
+def test_a_full_disk_between_saves_is_said_too(server, run, whole_run):
+    ended = resume(server, run, fault=at_row(run, 5, NO_SPACE, saved=4))
+    assert (ended.code, "Free space on the disk" in ended.text) == (3, True), ended.text
+    assert resume(server, run).code == 0
+    assert_same_end(run, whole_run)
+
+
 def test_a_limit_on_file_size_is_a_full_disk(server, run, whole_run):
     ended = resume(server, run, file_bytes=100_000)
     assert ended.code == 3, ended.text
-    assert "cannot save a checkpoint (File too large)" in ended.text
+    assert "the run can no longer be written (File too large)" in ended.text
     assert resume(server, run).code == 0
     assert_same_end(run, whole_run)
 

@@ -56,19 +56,26 @@ def _lock(directory: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            error = _taken(directory, descriptor)
+        except OSError as error:
+            busy = isinstance(error, BlockingIOError)
+            refusal = _taken(directory, descriptor) if busy else _no_locks(directory, error)
             os.close(descriptor)
-            raise error from None
+            raise refusal from None
         # The holder before us removes the file when it ends; what we have locked may be that one and no longer there.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 break
         os.close(descriptor)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}).encode())
+    with suppress(OSError):  # on a full disk nobody is told who holds it; it is held all the same
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}).encode())
     return descriptor
+
+
+def _no_locks(directory: Path, error: OSError) -> OutputError:
+    remedy = "Use an --output-dir on a file system that knows locks: without, two runs could destroy each other."
+    return OutputError(f"cannot be locked ({error.strerror})", where=str(directory), remedy=remedy)
 
 
 def _taken(directory: Path, descriptor: int) -> OutputError:

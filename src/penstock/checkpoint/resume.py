@@ -117,24 +117,25 @@ def save_run(
         "position": dataclasses.asdict(position),
     }
     documents = {"run": run, "rng": rng_state(), "metrics": metrics}
-    with disk_advice(directory):
-        checkpoint = save(directory, step, engine.saved_tensors(), documents, say)
-        prune(directory, identity.recipe.keep, checkpoint)
+    checkpoint = save(directory, step, engine.saved_tensors(), documents, say)
+    prune(directory, identity.recipe.keep, checkpoint)
     return checkpoint
 
 
 @contextmanager
-def disk_advice(directory: Path) -> Iterator[None]:
-    """A disk that is full or broken, in words."""
+def disk_advice(run_dir: Path) -> Iterator[None]:
+    """A disk that is full or broken while a run goes on, in words."""
     try:
         yield
     except OSError as error:
-        whole = find(directory)
-        left = f"{whole[0]} is whole: --resume goes on from it." if whole else "Nothing was saved before."
-        what = f"cannot save a checkpoint ({error.strerror})"
+        whole = find(run_dir / CHECKPOINTS)
+        left = f"{whole[0]} is whole: --resume goes on from it." if whole else "No checkpoint was saved before."
+        what = f"the run can no longer be written ({error.strerror})"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise DoesNotFit(what, where=str(directory), remedy=f"Free space on the disk. {left}") from error
-        raise OutputError(what, where=str(directory), remedy=left) from error
+            raise DoesNotFit(what, where=str(run_dir), remedy=f"Free space on the disk. {left}") from error
+        if error.errno in (errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE):
+            raise OutputError(what, where=str(run_dir), remedy=left) from error
+        raise
 
 
 # --- finding ----------------------------------------------------------------------------------------------------------
@@ -267,7 +268,7 @@ def saved_metrics(saved: Saved) -> Any:
 def rng_state() -> dict[str, Any]:
     """The generators of Python, numpy, torch and every GPU, as JSON."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # or none is in use
     return {
         "python": random.getstate(),
         "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss],
@@ -283,7 +284,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
     torch.set_rng_state(_bytes(state["torch"]))
-    for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
+    devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    for device, saved in enumerate(state["cuda"][:devices]):
         torch.cuda.set_rng_state(_bytes(saved), device)
 
 

@@ -19,6 +19,8 @@ CHECKPOINTS = "checkpoints"
 RUN_FILES = {RECIPE_FILE, "metrics.jsonl", "eval.jsonl", "model", "model.unchecked", CHECKPOINTS, LOCK_FILE}
 """All that a run writes. Nothing else is ever removed, and a directory with anything else is not ours."""
 
+_PROBE = ".penstock-"
+
 
 def check_run_dir(directory: Path, *, overwrite: bool) -> None:
     """Refuse a directory that cannot be written, or that holds something we must not write over."""
@@ -26,6 +28,9 @@ def check_run_dir(directory: Path, *, overwrite: bool) -> None:
         raise OutputError("is a file, not a directory", where=str(directory), remedy="Use another --output-dir.")
     refuse_if_claimed(directory)
     held = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    for probe in (name for name in list(held) if name.startswith(_PROBE)):  # left by a process that died right here
+        shutil.rmtree(directory / probe, ignore_errors=True)
+        held.remove(probe)
     if not held <= RUN_FILES:
         raise OutputError("holds files of something else", where=str(directory), remedy="Use another --output-dir.")
     if held - {LOCK_FILE} and not overwrite:
@@ -34,7 +39,7 @@ def check_run_dir(directory: Path, *, overwrite: bool) -> None:
     existing = next(p for p in (directory, *directory.absolute().parents) if p.exists())
     try:
         # Only a real attempt tells: permission bits say nothing of read-only mounts, or to root.
-        os.rmdir(tempfile.mkdtemp(prefix=".penstock-", dir=existing))
+        os.rmdir(tempfile.mkdtemp(prefix=_PROBE, dir=existing))
     except OSError as error:
         remedy = "Use an --output-dir that you can write to."
         raise OutputError(f"cannot be written ({error.strerror})", where=str(directory), remedy=remedy) from None

@@ -152,7 +152,7 @@ def _free_name(directory: Path, step: int) -> str:
 def open_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in a directory, its manifest checked. No other file is looked at."""
     manifest = path / MANIFEST
-    if not manifest.is_file():
+    if not manifest.is_file() or manifest.is_symlink():
         remedy = "Name a directory such as runs/mine/checkpoints/step-00000100."
         raise CheckpointError("is not a checkpoint: it has no manifest", where=str(path), remedy=remedy)
     try:

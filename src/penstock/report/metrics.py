@@ -104,21 +104,20 @@ class Metrics:
     def add_eval(self, step: int, loss: float) -> None:
         """An evaluation after `step`."""
         self.evals.append(EvalRow(step, loss))
-        self._append(self.evals[-1])
+        self._append("eval.jsonl", self.evals[-1])
 
     def saved(self) -> dict[str, list[dict[str, Any]]]:
         """Every row so far, as JSON has it."""
         rows: dict[str, list[StepRow] | list[EvalRow]] = {"steps": self.rows, "evals": self.evals}
-        return {name: [json.loads(to_json(row)) for row in group] for name, group in rows.items()}
+        return {name: [_as_json(row) for row in group] for name, group in rows.items()}
 
     def restore(self, saved: dict[str, list[dict[str, Any]]]) -> None:
         """Begin with the rows of a checkpoint: what an interrupted run wrote after them is not of this run."""
         self.rows = [StepRow(**_with_nan(row)) for row in saved["steps"]]
         self.evals = [EvalRow(**_with_nan(row)) for row in saved["evals"]]
-        for step_row in self.rows:
-            self._append(step_row)
-        for eval_row in self.evals:
-            self._append(eval_row)
+        self._append("metrics.jsonl", *self.rows)
+        if self.evals:
+            self._append("eval.jsonl", *self.evals)
 
     def _settle(self) -> None:
         facts, result = self._pending.pop(0)
@@ -129,18 +128,22 @@ class Metrics:
             **dataclasses.asdict(facts), loss=loss, grad_norm=grad_norm, skipped=skipped, step_seconds=seconds
         )
         self.rows.append(row)
-        self._append(row)
+        self._append("metrics.jsonl", row)
         self._on_row(row)
 
-    def _append(self, row: StepRow | EvalRow) -> None:
-        name = "metrics.jsonl" if isinstance(row, StepRow) else "eval.jsonl"
+    def _append(self, name: str, *rows: StepRow | EvalRow) -> None:
         with (self._run_dir / name).open("a", encoding="utf-8") as file:
-            file.write(to_json(row) + "\n")
+            file.writelines(to_json(row) + "\n" for row in rows)
 
 
 def to_json(record: Any) -> str:
     """A dataclass as one line of JSON, which has no NaN: a number that is not finite is null."""
-    return json.dumps(dataclasses.asdict(record, dict_factory=_without_nan))
+    return json.dumps(_as_json(record))
+
+
+def _as_json(record: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = dataclasses.asdict(record, dict_factory=_without_nan)
+    return fields
 
 
 def _with_nan(row: dict[str, Any]) -> dict[str, Any]:
