@@ -71,6 +71,7 @@ def resume(server, run, *flags, **options):
     return server.train(run, *STEPS, "--resume", *flags, **options)
 
 
+@pytest.mark.slow
 def test_twenty_kills_at_random_steps_change_no_bit(server, tmp_path):
     flags = ["--max-steps", "60", "--save-every", "3", "--validation", "0.1", "--eval-every", "10", "--dtype", "bf16"]
     assert server.train(tmp_path / "whole", *flags).code == 0
@@ -89,6 +90,7 @@ def test_twenty_kills_at_random_steps_change_no_bit(server, tmp_path):
     assert rows(run, "eval.jsonl") == rows(tmp_path / "whole", "eval.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", [KILL_BEFORE, KILL_AFTER], ids=["before the call", "after it or in the midst"])
 def test_a_kill_at_any_call_of_a_save_leaves_the_old_or_the_new(server, half_run, whole_run, tmp_path, action):
     known = {path.name: digests(path) for path in [*checkpoints(half_run), *checkpoints(whole_run)]}
@@ -114,6 +116,29 @@ def test_a_kill_at_any_call_of_a_save_leaves_the_old_or_the_new(server, half_run
     assert len(struck) == counted.calls > 40
     assert {"write", "fsync", "rename", "mkdir", "unlinkat"} <= set(struck), "unlinkat: pruning"
     assert struck.count("rename") == 2, "the new one in, the old one out"
+    before = struck[: struck.index("rename")]
+    assert before.count("fsync") == 7, "five files, the manifest and their directory: a kill does not show what is lost"
+    assert struck.count("fsync") == 9, "after each rename the parent"
+
+
+EVERY = 9
+"""Of the calls of a whole run, every so many-th is tried here; all of them were, once, with 1."""
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_call_of_a_whole_run_can_be_resumed(server, whole_run, tmp_path):
+    counted = server.train(tmp_path / "run", *STEPS, "--resume", fault=[str(tmp_path / "run"), 0, COUNT])
+    assert counted.code == 0, counted.text
+    assert_same_end(tmp_path / "run", whole_run)
+    draw = random.Random(0)
+    for nth in range(1, counted.calls + 1, EVERY):
+        run = tmp_path / f"run-{nth}"
+        ended = server.train(run, *STEPS, "--resume", fault=[str(run), nth, draw.choice([KILL_BEFORE, KILL_AFTER])])
+        assert ended.code == -signal.SIGKILL, ended.text
+        again = resume(server, run)
+        assert again.code == 0, (nth, ended.text, again.text)
+        assert_same_end(run, whole_run)
+        shutil.rmtree(run)
 
 
 @pytest.mark.parametrize("nth", [1, 10, 30, -1])
