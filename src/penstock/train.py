@@ -17,13 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from penstock.checkpoint.export import export
 from penstock.checkpoint.lock import claim
 from penstock.checkpoint.resume import (
-    NEWEST,
     Identity,
     Saved,
     check_same_model,
     check_same_run,
     disk_advice,
-    find_saved,
+    find_start,
+    goes_on_in,
     model_fingerprint,
     restore,
     save_run,
@@ -34,7 +34,7 @@ from penstock.checkpoint.run_dir import CHECKPOINTS, check_room, check_run_dir, 
 from penstock.data.loader import Dataset, Position, prepare
 from penstock.engine import Engine
 from penstock.engine.native import NativeEngine
-from penstock.errors import CheckpointError, Diverged, DoesNotFit, Interrupted
+from penstock.errors import Diverged, DoesNotFit, Interrupted
 from penstock.generate import answer
 from penstock.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model, load_tokenizer
@@ -100,21 +100,6 @@ def train(
         after = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt else ""
         dialogue = Answer(recipe.prompt, before, after) if recipe.prompt else None
         return summarize(metrics, model_dir, run_dir, dialogue)
-
-
-def goes_on_in(run_dir: Path, resume: str) -> bool:
-    """Whether the checkpoint that is asked for is one of this directory's own."""
-    wanted = Path(resume).resolve()
-    return resume == NEWEST or wanted == run_dir.resolve() or wanted.parent == (run_dir / CHECKPOINTS).resolve()
-
-
-def find_start(run_dir: Path, resume: str, *, overwrite: bool) -> Saved | None:
-    """The checkpoint to go on from, if one is asked for. A run that was cut off before its first begins anew."""
-    saved = find_saved(run_dir, resume) if resume else None
-    if resume and not saved and not overwrite and (run_dir / "model").exists():
-        remedy = "--overwrite without --resume trains it again."
-        raise CheckpointError("the run has ended and left no checkpoint", where=str(run_dir), remedy=remedy)
-    return saved
 
 
 def check_disk(run: Run, engine: Engine, first_step: int) -> None:

@@ -161,6 +161,21 @@ def find_saved(run_dir: Path, wanted: str) -> Saved | None:
             raise CheckpointError(f"does not describe a run: {error!r}", where=str(path / "run.json")) from None
 
 
+def goes_on_in(run_dir: Path, resume: str) -> bool:
+    """Whether the checkpoint that is asked for is one of this directory's own."""
+    wanted = Path(resume).resolve()
+    return resume == NEWEST or wanted == run_dir.resolve() or wanted.parent == (run_dir / CHECKPOINTS).resolve()
+
+
+def find_start(run_dir: Path, resume: str, *, overwrite: bool) -> Saved | None:
+    """The checkpoint to go on from, if one is asked for. A run that was cut off before its first begins anew."""
+    saved = find_saved(run_dir, resume) if resume else None
+    if resume and not saved and not overwrite and (run_dir / "model").exists():
+        remedy = "--overwrite without --resume trains it again."
+        raise CheckpointError("the run has ended and left no checkpoint", where=str(run_dir), remedy=remedy)
+    return saved
+
+
 def verify_saved(saved: Saved, say: Say) -> None:
     """Every byte, before anything is taken from the checkpoint."""
     with older_advice(saved.checkpoint.path):

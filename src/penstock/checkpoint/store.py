@@ -222,27 +222,21 @@ def read_document(checkpoint: Checkpoint, name: str) -> Any:
 
 
 def read_tensors(checkpoint: Checkpoint, group: str, tensors: Sequence[SavedTensor], say: Say) -> None:
-    """Write a group of tensors to where they lie. All of them must be there, and no others."""
-    places: dict[str, tuple[Path, Any]] = {}
-    for name in checkpoint.files:
-        if re.fullmatch(rf"{group}-\d+\.safetensors", name):
-            path = checkpoint.path / name
-            places |= {tensor: (path, entry) for tensor, entry in read_header(path).items()}
+    """Write a group of tensors to where they lie. All of them must be there, and no others; that is seen to first."""
+    files = [checkpoint.path / name for name in checkpoint.files if re.fullmatch(rf"{group}-\d+\.safetensors", name)]
+    stored = {name: entry for path in files for name, entry in read_header(path).items()}
     wanted = {tensor.name: tensor for tensor in tensors}
-    for name in sorted(wanted.keys() | places.keys()):
-        if name not in places or name not in wanted:
+    for name in sorted(wanted.keys() | stored.keys()):
+        if name not in stored or name not in wanted:
             lacks = "the checkpoint lacks it" if name in wanted else "the model has no such tensor"
             raise CheckpointError(f"{name}: {lacks}", where=str(checkpoint.path))
-        stored, tensor = places[name][1], wanted[name]
-        if (stored.shape, stored.stored) != (tensor.shape, tensor.dtype):
-            what = f"is {list(stored.shape)} {stored.stored} here and {list(tensor.shape)} {tensor.dtype} in the model"
-            raise CheckpointError(f"{name} {what}", where=str(places[name][0]))
-    by_file: dict[Path, dict[str, SavedTensor]] = {}
-    for name, (path, _) in places.items():
-        by_file.setdefault(path, {})[name] = wanted[name]
+        there, here = (stored[name].shape, stored[name].stored), (wanted[name].shape, wanted[name].dtype)
+        if there != here:
+            what = f"is {list(there[0])} {there[1]} here and {list(here[0])} {here[1]} in the model"
+            raise CheckpointError(f"{name} {what}", where=str(stored[name].path))
     transfer = Transfer("loading", sum(tensor.num_bytes for tensor in tensors), say)
     with ThreadPoolExecutor(NUM_THREADS, "penstock-load") as pool:
-        for _ in pool.map(lambda item: read_file(item[0], item[1], transfer), by_file.items()):
+        for _ in pool.map(lambda path: read_file(path, wanted, transfer), files):
             pass
 
 
