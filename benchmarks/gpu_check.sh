@@ -12,6 +12,6 @@ echo "exit $?"; tail -n 4 "$OUT/demo.log"; cat "$OUT/demo.json"
 timeout 60 python3 -m penstock generate "$OUT/run" "What is the capital of Spain?"
 for preset in llama-8b qwen3-30b-a3b gpt-oss-20b; do
   timeout 120 python3 -m penstock train "$preset" --init random --tokenizer demo --data demo --epochs 4 --max-length 1024 \
-    --shape num_hidden_layers=2 --lr 1e-3 --output-dir "$OUT/$preset" --json 2> "$OUT/$preset.log" | cut -c 1-200
+    --shape num_hidden_layers=2 --lr 1e-3 --keep 0 --output-dir "$OUT/$preset" --json 2> "$OUT/$preset.log" | cut -c 1-200
 done
 rm -rf "$OUT"/run "$OUT"/llama-8b "$OUT"/qwen3-30b-a3b "$OUT"/gpt-oss-20b

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from penstock.cli import find_recipe, main
+from penstock.cli import _with_value, find_recipe, main
 from penstock.errors import RecipeError
 from penstock.presets import PRESETS
 
@@ -56,6 +56,10 @@ def test_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):
         (["bench", "demo", "--steps", "0"], "must be positive"),
         (["generate", "no-such-run", "hello"], "not the directory of a run"),
         (["export", "no-such-run", "--to", "x"], "not the directory of a run"),
+        (["export", "no-such-run", "--verify"], "not the directory of a run"),
+        (["export", "any-run"], "nothing to do"),
+        (["train", "demo", "--keep", "-1"], "keep = -1: must not be negative"),
+        (["train", "demo", "--save-every", "5", "--keep", "0"], "save_every = 5: does not go with keep = 0"),
     ],
 )
 def test_a_mistake_is_one_message_and_no_traceback(words, message, capsys, tmp_path, monkeypatch):
@@ -98,6 +102,19 @@ def test_an_output_directory_that_cannot_be_written_is_found_first(tmp_path, cap
     assert main(["train", "demo", "--output-dir", "/proc/none/run"]) == 2
     assert "cannot be written" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "filled"),
+    [
+        (["demo", "--resume"], ["demo", "--resume", "newest"]),
+        (["demo", "--resume", "--lr", "1"], ["demo", "--resume", "newest", "--lr", "1"]),
+        (["demo", "--resume", "some/path", "--json"], ["demo", "--resume", "some/path", "--json"]),
+        (["demo", "--resume=some/path"], ["demo", "--resume=some/path"]),
+    ],
+)
+def test_resume_stands_alone_or_with_a_path(words, filled):
+    assert _with_value(words, "--resume", "newest") == filled
 
 
 def test_help_lists_every_command(capsys):

@@ -62,6 +62,8 @@ CHANGES = {
     "deterministic": {"deterministic": True},
     "eval_every": {"eval_every": 1},
     "log_every": {"log_every": 3},
+    "save_every": {"save_every": 1},
+    "keep": {"keep": 1},
     "prompt": {"prompt": "What is the capital of Italy?"},
 }
 # bf16 is a hundred times slower on a CPU without it, so that run is tiny.
@@ -75,6 +77,7 @@ ALSO = {  # settings that both runs share
     "end_token": {"template": "alpaca"},
     "too_long": {"max_length": 40},
     "eval_every": {"validation": 0.1},
+    "keep": {"save_every": 1},
     "epochs": {"max_steps": 0, "data_percent": 30.0, "epochs": 0.5},
 }
 SEEN = {  # where a change shows, if not in the steps or the answer
@@ -89,6 +92,8 @@ SEEN = {  # where a change shows, if not in the steps or the answer
     "validation": ["evals"],
     "eval_data": ["evals"],
     "eval_every": ["evals"],
+    "save_every": ["saved"],
+    "keep": ["saved"],
 }
 ELSEWHERE = {
     "revision": "tests/model/test_load.py",
@@ -151,6 +156,7 @@ def run(values, directory, places):
         "run_dir": str(recipe.run_dir),
         "kept_bytes": kept_bytes,
         "state": [line for line in capture.get().splitlines() if "optimizer state" in line],
+        "saved": sorted(path.name for path in (recipe.run_dir / "checkpoints").iterdir()),
     }
 
 

@@ -41,6 +41,10 @@ class TrainArgs(RecipeArgs):
     """Check everything and say what would happen, without loading weights or writing."""
     overwrite: Flag = False
     """Replace an earlier run in the output directory."""
+    resume: str = ""
+    """Go on after the newest checkpoint of the run, or after the one at a path: --resume [PATH]."""
+    resume_anyway: Flag = False
+    """Go on also if recipe or data are not those of the checkpoint."""
     quiet: Flag = False
     """Print nothing but the result and errors."""
 
@@ -82,9 +86,11 @@ class ExportArgs:
     """Write the model of a run as a Hugging Face directory, and check that it loads and answers the same."""
 
     run: Positional[str]
-    """Directory of the run."""
-    to: str
+    """Directory of the run. If the run did not end, the model is that of its newest checkpoint."""
+    to: str = ""
     """Directory to write."""
+    verify: Flag = False
+    """Compare every byte of every checkpoint of the run with its checksum."""
     shard_size: str = "5GB"
     """Largest size of one weight file."""
     json: Flag = False
@@ -162,7 +168,7 @@ def _usage() -> str:
 
 def train(words: list[str]) -> int:
     """Fine-tune a model: penstock train [RECIPE] [--flags]."""
-    args = _parse_with_recipe(TrainArgs, "train", words)
+    args = _parse_with_recipe(TrainArgs, "train", _with_value(words, "--resume", "newest"))
     _quiet_libraries(args.debug)
     from penstock.report.console import Console
     from penstock.report.metrics import to_json
@@ -170,12 +176,13 @@ def train(words: list[str]) -> int:
     from penstock.train import train as run
 
     console = Console(json=args.json, quiet=args.quiet)
+    start = {"overwrite": args.overwrite, "resume_anyway": args.resume_anyway}
     if args.dry_run:
-        outlook = dry_run(args.recipe, console, overwrite=args.overwrite)
+        outlook = dry_run(args.recipe, console, resume=args.resume, **start)
         if args.json:
             print(json.dumps({"recipe": to_dict(args.recipe), **dataclasses.asdict(outlook)}))
         return 0
-    summary = run(args.recipe, console, overwrite=args.overwrite)
+    summary = run(args.recipe, console, resume=args.resume, **start)
     if args.json:
         print(to_json(summary))
     else:
@@ -251,13 +258,26 @@ def _ratios(text: str) -> tuple[float, ...]:
 
 
 def export(words: list[str]) -> int:
-    """Write a run's model as a Hugging Face directory: penstock export RUN --to DIR."""
+    """Write a run's model as a Hugging Face directory, or check its checkpoints: penstock export RUN --to DIR."""
     args = tyro.cli(ExportArgs, args=words, prog="penstock export")
     _quiet_libraries(args.debug)
-    from penstock.checkpoint.export import export_run
+    if not (args.to or args.verify):
+        raise RecipeError("nothing to do", remedy="Name a directory with --to, or check checkpoints with --verify.")
+    from penstock.checkpoint.export import export_run, verify_run
+    from penstock.report.console import Console
 
-    export_run(Path(args.run), Path(args.to), shard_size=args.shard_size)
-    print(json.dumps({"model_dir": args.to}) if args.json else f"Written and checked: {args.to}")
+    console = Console(json=args.json)
+    result: dict[str, object] = {}
+    if args.verify:
+        verified = verify_run(Path(args.run), console.say)
+        result["verified"] = [{"path": str(found.path), "step": found.step} for found in verified]
+        console.say(f"Every byte is as it was written: {len(verified)} checkpoints")
+    if args.to:
+        export_run(Path(args.run), Path(args.to), shard_size=args.shard_size, say=console.say)
+        result["model_dir"] = args.to
+        console.say(f"Written and checked: {args.to}")
+    if args.json:
+        print(json.dumps(result))
     return 0
 
 
@@ -301,6 +321,14 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "export": export,
     "generate": generate,
 }
+
+
+def _with_value(words: list[str], flag: str, value: str) -> list[str]:
+    """`flag` with the value that it has when none follows: tyro knows no flag that may stand alone."""
+    filled: list[str] = []
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        filled += [word, value] if word == flag and following.startswith("-") else [word]
+    return filled
 
 
 Args = TypeVar("Args", bound=RecipeArgs)

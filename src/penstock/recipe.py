@@ -120,6 +120,10 @@ class Recipe:
     """Steps between evaluations. 0: at the end only."""
     log_every: int = 1
     """Steps between lines on the console; metrics.jsonl has every step."""
+    save_every: int = 0
+    """Steps between checkpoints. 0: at the end, and when the run is interrupted."""
+    keep: int = 2
+    """Checkpoints that are kept, the newest ones. 0: none is ever saved, and an interrupted run cannot go on."""
     prompt: str | None = None
     """A question that the model answers before and after training."""
 
@@ -164,6 +168,9 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (not r.eval_every or bool(r.validation or r.eval_data), "eval_every", "there is nothing to evaluate on",
          "Hold examples out with --validation 0.05, or name a file with --eval-data."),
         (r.log_every >= 1, "log_every", "must be at least 1", ""),
+        (r.save_every >= 0, "save_every", "must not be negative", "0 saves at the end and when interrupted."),
+        (r.keep >= 0, "keep", "must not be negative", "0 saves no checkpoints at all."),
+        (not r.save_every or r.keep >= 1, "save_every", "does not go with keep = 0", "Leave one of them out."),
         (r.skip_limit >= 1, "skip_limit", "must be at least 1", ""),
         (0 <= r.seed < 2**32, "seed", "must be between 0 and 4294967295", ""),
         (recompute_layers >= 0, "recompute", "must be full, none, or a number of layers", ""),

@@ -1,11 +1,11 @@
-"""One run, top to bottom: claim the directory, read the data, load the model, train, export, sum up."""
+"""One run, top to bottom: claim the directory, read the data, load the model, go on or begin, train, save, export."""
 
 from __future__ import annotations
 
 import math
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,22 @@ import yaml
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from penstock.checkpoint.export import export
-from penstock.checkpoint.run_dir import check_run_dir, make_run_dir
+from penstock.checkpoint.lock import claim
+from penstock.checkpoint.resume import (
+    Identity,
+    Saved,
+    check_same_model,
+    check_same_run,
+    disk_advice,
+    find_start,
+    goes_on_in,
+    model_fingerprint,
+    restore,
+    save_run,
+    saved_metrics,
+    verify_saved,
+)
+from penstock.checkpoint.run_dir import CHECKPOINTS, check_room, check_run_dir, make_run_dir
 from penstock.data.loader import Dataset, Position, prepare
 from penstock.engine import Engine
 from penstock.engine.native import NativeEngine
@@ -28,35 +43,101 @@ from penstock.report.console import Console
 from penstock.report.metrics import Answer, Metrics, StepFacts, StepRow, Summary
 
 
-def train(recipe: Recipe, console: Console, *, overwrite: bool = False) -> Summary:
-    """Run the recipe and return what `penstock train` prints."""
-    check_run_dir(recipe.run_dir, overwrite=overwrite)
-    run = prepare_run(recipe, console)
-    recipe = run.recipe
-    with console.phase(f"Loading {recipe.model}"), memory_advice(recipe):
-        model = load_model(recipe, run.config, run.device, console.say)
-        stop_at(model, end_tokens(run))
-        num_params = sum(p.numel() for p in model.parameters())
-        console.say(f"  {num_params / 1e6:,.1f} M parameters on {describe(run.device)}")
-        engine = NativeEngine(model, recipe, lambda text: console.say(f"  {text}"))
-    before = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt else ""
+def train(
+    recipe: Recipe, console: Console, *, overwrite: bool = False, resume: str = "", resume_anyway: bool = False
+) -> Summary:
+    """Run the recipe and return what `penstock train` prints. `resume`: nothing, `newest`, or a path."""
+    run_dir, own = recipe.run_dir, goes_on_in(recipe.run_dir, resume)
+    check_run_dir(run_dir, overwrite=overwrite or own)
+    with claim(run_dir):
+        saved = find_start(run_dir, resume, overwrite=overwrite)
+        run = prepare_run(recipe, console)
+        recipe = run.recipe
+        if saved:
+            check_same_run(saved, recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
+            with console.phase(f"Checking {saved.checkpoint.path}"):
+                verify_saved(saved, console.say)
+        elif resume:
+            console.say(f"There is no checkpoint in {run_dir} yet: beginning with step 1")
+        with console.phase(f"Loading {recipe.model}"), memory_advice(recipe):
+            model = load_model(recipe, run.config, run.device, console.say)
+            stop_at(model, end_tokens(run))
+            fingerprint = model_fingerprint(model, values=recipe.init == "pretrained")
+            if saved:
+                check_same_model(saved, fingerprint, anyway=resume_anyway)
+            num_params = sum(p.numel() for p in model.parameters())
+            console.say(f"  {num_params / 1e6:,.1f} M parameters on {describe(run.device)}")
+            engine = NativeEngine(model, recipe, lambda text: console.say(f"  {text}"))
+        first_step = saved.step + 1 if saved else 1
+        check_disk(run, engine, first_step)
+        before = answer_before(model, run, saved)
 
-    run_dir = make_run_dir(recipe)
-    progress = Progress(recipe, run.total_steps, console)
-    metrics = Metrics(run_dir, on_row=progress.row)
-    model_dir = run_dir / "model"
-    with signals() as stop:
-        with console.phase(f"Training for {run.total_steps:,} steps"), memory_advice(recipe):
-            run_steps(run, engine, metrics, stop)
-        engine.release()
-        with console.phase(f"Exporting to {model_dir}"):
-            export(model, run.tokenizer, model_dir, trust_remote_code=recipe.trust_remote_code)
-    if stop.number and len(metrics.rows) < run.total_steps:
-        done = f"after step {len(metrics.rows)} of {run.total_steps}; the model as it was then is in {model_dir}"
-        raise Interrupted(f"stopped by {signal.Signals(stop.number).name} {done}", signal_number=stop.number)
-    after = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt else ""
-    dialogue = Answer(recipe.prompt, before, after) if recipe.prompt else None
-    return summarize(metrics, model_dir, run_dir, dialogue)
+        make_run_dir(recipe, keep_checkpoints=saved is not None and own)
+        progress = Progress(recipe, run.total_steps, console)
+        metrics = Metrics(run_dir, on_row=progress.row)
+        if saved:
+            with console.phase(f"Taking up the run after step {saved.step:,}"):
+                metrics.restore(saved_metrics(saved))
+                progress.catch_up(metrics.rows)
+                restore(saved, engine, console.say)
+        identity = Identity.of(recipe, run.total_steps, run.data.fingerprint, fingerprint, before, model)
+
+        def save(step: int, position: Position) -> None:
+            with console.phase(f"Saving step {step:,}"):
+                save_run(run_dir, identity, step, position, engine, metrics.saved(), console.say)
+
+        model_dir = run_dir / "model"
+        with signals() as stop:
+            with console.phase(f"Training {run.total_steps:,} steps"), memory_advice(recipe), disk_advice(run_dir):
+                run_steps(run, engine, metrics, stop, save, first_step, place_in(run.data, saved))
+            engine.release()
+            cut_off = metrics.rows[-1].step < run.total_steps
+            if not cut_off or not recipe.keep:
+                with console.phase(f"Exporting to {model_dir}"):
+                    export(model, run.tokenizer, model_dir, trust_remote_code=recipe.trust_remote_code)
+        if cut_off:
+            raise interrupted(recipe, stop, metrics.rows[-1].step, run.total_steps)
+        after = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt else ""
+        dialogue = Answer(recipe.prompt, before, after) if recipe.prompt else None
+        return summarize(metrics, model_dir, run_dir, dialogue)
+
+
+def check_disk(run: Run, engine: Engine, first_step: int) -> None:
+    """Before the first step, see that there is room for all that the run will write."""
+    sizes = {group: sum(t.num_bytes for t in tensors) for group, tensors in engine.saved_tensors().items()}
+    steps, every = max(0, run.total_steps - first_step + 1), run.recipe.save_every
+    check_room(
+        run.recipe.run_dir,
+        checkpoint_bytes=sum(sizes.values()),
+        num_saves=(steps // every if every else 0) + 1 if steps else 0,
+        keep=run.recipe.keep,
+        export_bytes=sizes["weights"],
+    )
+
+
+def answer_before(model: PreTrainedModel, run: Run, saved: Saved | None) -> str:
+    """What the model says before training; after a resume, what it said then."""
+    prompt = run.recipe.prompt
+    if saved:
+        return saved.before if saved.recipe.get("prompt") == prompt else ""
+    return answer(model, run.tokenizer, run.recipe, prompt) if prompt else ""
+
+
+def place_in(data: Dataset, saved: Saved | None) -> Position:
+    """Where the next step begins. If the data was changed by force, its place may be beyond their end."""
+    position = saved.position if saved else Position()
+    return position if position.row < data.train.num_rows else Position(position.epoch + 1, 0)
+
+
+def interrupted(recipe: Recipe, stop: Stop, step: int, total_steps: int) -> Interrupted:
+    """The run ended early, and where its state is now."""
+    name, run_dir = signal.Signals(stop.number).name, recipe.run_dir
+    if recipe.keep:
+        kept, remedy = f"saved in {run_dir / CHECKPOINTS}", "The same command with --resume goes on."
+    else:
+        kept, remedy = f"the model as it was then is in {run_dir / 'model'}", "With --keep 0 it cannot go on."
+    what = f"stopped by {name} after step {step} of {total_steps}; {kept}"
+    return Interrupted(what, signal_number=stop.number, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -98,11 +179,18 @@ class Outlook:
     run_dir: str
 
 
-def dry_run(recipe: Recipe, console: Console, *, overwrite: bool = False) -> Outlook:
+def dry_run(
+    recipe: Recipe, console: Console, *, overwrite: bool = False, resume: str = "", resume_anyway: bool = False
+) -> Outlook:
     """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
     console.say(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True).rstrip())
-    check_run_dir(recipe.run_dir, overwrite=overwrite)
+    check_run_dir(recipe.run_dir, overwrite=overwrite or goes_on_in(recipe.run_dir, resume))
+    saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
     run = prepare_run(recipe, console)
+    if saved:
+        check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
+        verify_saved(saved, console.say)
+        console.say(f"Would go on after step {saved.step:,}, from {saved.checkpoint.path}.")
     train_set = run.data.train
     outlook = Outlook(
         steps=run.total_steps,
@@ -141,11 +229,19 @@ def stop_at(model: PreTrainedModel, ends: set[int]) -> None:
         config.eos_token_id = sorted(known | ends)
 
 
-def run_steps(run: Run, engine: Engine, metrics: Metrics, stop: Stop) -> None:
-    """The loop. It ends after the last step, or after the step in which a signal came."""
-    recipe, position = run.recipe, Position(epoch=0, row=0)
+def run_steps(
+    run: Run,
+    engine: Engine,
+    metrics: Metrics,
+    stop: Stop,
+    save: Callable[[int, Position], None],
+    first_step: int,
+    position: Position,
+) -> None:
+    """The loop. It ends after the last step, or after the step in which a signal came, and saves then."""
+    recipe = run.recipe
     metrics.start_clock()
-    for step in range(1, run.total_steps + 1):
+    for step in range(first_step, run.total_steps + 1):
         batches, position = run.data.train.step_at(position)
         trained = sum(batch.num_trained for batch in batches)
         lr = lr_at(recipe, step, run.total_steps)
@@ -153,12 +249,17 @@ def run_steps(run: Run, engine: Engine, metrics: Metrics, stop: Stop) -> None:
         for number, batch in enumerate(batches, start=1):
             engine.accumulate(batch, trained, last=number == len(batches))
         metrics.add(StepFacts(step, lr, sum(batch.num_tokens for batch in batches), trained), engine.step())
-        last = step == run.total_steps or stop.number != 0
+        last = step == run.total_steps
         if run.data.evaluation and (last or (recipe.eval_every and step % recipe.eval_every == 0)):
             metrics.settle()
             metrics.add_eval(step, engine.evaluate(run.data.evaluation))
             metrics.start_clock()
-        if last:
+        due = last or stop.number != 0 or (recipe.save_every and step % recipe.save_every == 0)
+        if due and recipe.keep:
+            metrics.settle()
+            save(step, position)
+            metrics.start_clock()
+        if due and stop.number:  # a signal that came too late for this step's save waits for the next
             break
     metrics.settle()
 
@@ -181,21 +282,29 @@ class Progress:
         self._recipe, self._total_steps, self._console = recipe, total_steps, console
         self._seconds, self._first_skip, self._skips_in_a_row = 0.0, 0, 0
 
+    def catch_up(self, rows: Sequence[StepRow]) -> None:
+        """Steps that were made before the run was resumed."""
+        for row in rows:
+            self._count(row)
+
     def row(self, row: StepRow) -> None:
         """One step has finished."""
-        self._seconds += row.step_seconds
+        self._count(row)
         if row.skipped or row.step in (1, self._total_steps) or row.step % self._recipe.log_every == 0:
             left = self._seconds / row.step * (self._total_steps - row.step)
             self._console.step(row, self._total_steps, left)
-        self._skips_in_a_row = self._skips_in_a_row + 1 if row.skipped else 0
-        if self._skips_in_a_row == 1:
-            self._first_skip = row.step
         if self._skips_in_a_row >= self._recipe.skip_limit:
             raise Diverged(
                 f"the gradient was not finite in {self._skips_in_a_row} steps in a row",
                 where=f"step {self._first_skip}",
                 remedy="Lower --lr, lengthen --warmup, or look at the data.",
             )
+
+    def _count(self, row: StepRow) -> None:
+        self._seconds += row.step_seconds
+        self._skips_in_a_row = self._skips_in_a_row + 1 if row.skipped else 0
+        if self._skips_in_a_row == 1:
+            self._first_skip = row.step
 
 
 def make_repeatable(recipe: Recipe) -> None:

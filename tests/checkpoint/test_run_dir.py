@@ -1,7 +1,12 @@
-import pytest
+import shutil
 
-from penstock.checkpoint.run_dir import check_run_dir, find_model, make_run_dir, run_recipe
-from penstock.errors import CheckpointError, OutputError
+import pytest
+import torch
+
+from penstock.checkpoint.run_dir import check_room, check_run_dir, find_model, make_run_dir, run_recipe
+from penstock.checkpoint.store import save
+from penstock.errors import CheckpointError, DoesNotFit, OutputError
+from penstock.offload.state import whole
 from penstock.recipe import Recipe
 
 
@@ -43,5 +48,48 @@ def test_a_run_without_a_model_is_said(tmp_path):
     with pytest.raises(CheckpointError, match="not the directory of a run"):
         find_model(tmp_path)
     make_run_dir(Recipe(output_dir=str(tmp_path / "run")))
-    with pytest.raises(CheckpointError, match="no exported model"):
+    with pytest.raises(CheckpointError, match=r"(?s)no exported model.*--resume"):
         find_model(tmp_path / "run")
+
+
+def test_overwriting_removes_checkpoints_and_going_on_keeps_them(tmp_path):
+    recipe = Recipe(output_dir=str(tmp_path / "run"))
+    directory = make_run_dir(recipe) / "checkpoints"
+    save(directory, 1, {"state": [whole("x", torch.ones(3))]}, {}, lambda _: None)
+    (directory / ".saving-step-00000002").mkdir()
+    make_run_dir(recipe, keep_checkpoints=True)
+    assert [path.name for path in directory.iterdir()] == ["step-00000001"]
+    make_run_dir(recipe)
+    assert not directory.exists()
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("existing", "num_saves", "keep", "free_gib", "fits"),
+    [
+        (0, 1, 2, 10 + 3, True),  # one checkpoint and the model
+        (0, 1, 2, 10 + 2, False),
+        (0, 5, 2, 3 * 10 + 3, True),  # two are kept while a third is written
+        (0, 5, 2, 3 * 10 + 2, False),
+        (2, 5, 2, 10 + 3, True),  # those that are there are paid for
+        (2, 5, 2, 10 + 2, False),
+        (0, 5, 0, 3, True),  # none is ever saved
+        (2, 0, 2, 3, True),  # only the export is left
+    ],
+)
+def test_the_disk_must_hold_what_is_kept_one_more_and_the_model(
+    tmp_path, monkeypatch, existing, num_saves, keep, free_gib, fits
+):
+    for step in range(existing):
+        save(tmp_path / "checkpoints", step, {"state": [whole("x", torch.ones(3))]}, {}, lambda _: None)
+    usage = shutil.disk_usage(tmp_path)._replace(free=free_gib * GIB)
+    monkeypatch.setattr("penstock.checkpoint.run_dir.shutil.disk_usage", lambda _: usage)
+    sizes = {"checkpoint_bytes": 10 * GIB, "export_bytes": 3 * GIB}
+    if fits:
+        check_room(tmp_path, num_saves=num_saves, keep=keep, **sizes)
+    else:
+        with pytest.raises(DoesNotFit, match=r"(?s)GiB of disk, .* are free.*--keep 0") as caught:
+            check_room(tmp_path, num_saves=num_saves, keep=keep, **sizes)
+        assert caught.value.exit_code == 3

@@ -1,5 +1,7 @@
 import json
+import math
 
+import pytest
 import torch
 
 from penstock.engine import StepResult
@@ -32,3 +34,20 @@ def test_a_row_is_read_when_it_is_ready_or_when_the_next_step_is_there(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows] == [3.0, 2.0, 1.0, 0.5]
     assert all(row["step_seconds"] > 0 for row in rows)
+
+
+def test_rows_come_back_and_the_files_begin_with_them(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    first = Metrics(tmp_path / "one", on_row=lambda row: None)
+    for step, loss in enumerate([3.0, float("nan"), 0.1 + 0.2], start=1):
+        first.add(StepFacts(step, 1e-5, 100, 50), result(loss, Mark()))
+    first.add_eval(3, 1 / 3)
+    saved = json.loads(json.dumps(first.saved()))
+    second = Metrics(tmp_path / "two", on_row=lambda row: pytest.fail("not a new row"))
+    second.restore(saved)
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        assert (tmp_path / "two" / name).read_text() == (tmp_path / "one" / name).read_text()
+    assert second.evals == first.evals
+    assert second.rows[0] == first.rows[0]
+    assert math.isnan(second.rows[1].loss)

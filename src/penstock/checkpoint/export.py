@@ -7,16 +7,29 @@ logits, the end token), and only then renamed: a directory that is there is one 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from penstock.checkpoint.run_dir import find_model, run_recipe
+from penstock.checkpoint.resume import NEWEST, Saved, find_saved, verify_saved
+from penstock.checkpoint.run_dir import CHECKPOINTS, check_is_run, find_model, run_recipe
+from penstock.checkpoint.store import Checkpoint, find, open_checkpoint, read_tensors, verify
 from penstock.errors import CheckpointError, DoesNotFit, OutputError
 from penstock.model.attention import stock_attention
+from penstock.model.load import load_config, load_model, load_tokenizer
+from penstock.offload.state import whole
+from penstock.recipe import Recipe
 
 PROBE = "Water flows through the penstock and turns the turbine."
 
@@ -46,12 +59,41 @@ def export(
     written.rename(directory)
 
 
-def export_run(run: Path, directory: Path, *, shard_size: str) -> None:
-    """Write the final model of a run to another directory, in shards of another size."""
-    source, trust = find_model(run), run_recipe(run).trust_remote_code
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust)
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
-    export(model, tokenizer, directory, shard_size=shard_size, trust_remote_code=trust)
+def export_run(run: Path, directory: Path, *, shard_size: str, say: Callable[[str], None]) -> None:
+    """Write the final model of a run to another directory, in shards of another size; if it did not end, its newest."""
+    check_is_run(run)
+    recipe = run_recipe(run)
+    saved = None if (run / "model").exists() else find_saved(run, NEWEST)
+    if saved:
+        say(f"The run did not end: taking the model of step {saved.step:,}")
+        model, tokenizer = saved_model(saved, recipe, say), load_tokenizer(recipe)
+    else:
+        source, trust = find_model(run), recipe.trust_remote_code
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
+    export(model, tokenizer, directory, shard_size=shard_size, trust_remote_code=recipe.trust_remote_code)
+
+
+def saved_model(saved: Saved, recipe: Recipe, say: Callable[[str], None]) -> PreTrainedModel:
+    """The model of a checkpoint, on the host."""
+    verify_saved(saved, say)
+    config = load_config(recipe)
+    model = load_model(replace(recipe, init="random"), config, torch.device("cpu"), say)  # made to be written over
+    model.generation_config = GenerationConfig.from_dict(dict(saved.generation))
+    lasting = model.state_dict().keys()
+    own = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n in lasting}}
+    read_tensors(saved.checkpoint, "weights", [whole(name, tensor) for name, tensor in own.items()], say)
+    return model
+
+
+def verify_run(run: Path, say: Callable[[str], None]) -> list[Checkpoint]:
+    """Check every checkpoint of a run; the first that is damaged is an error."""
+    check_is_run(run)
+    checked = [open_checkpoint(path) for path in find(run / CHECKPOINTS)]
+    for checkpoint in checked:
+        say(f"Checking {checkpoint.path}: {checkpoint.num_bytes / 1e9:,.2f} GB")
+        verify(checkpoint, say)
+    return checked
 
 
 def _compare(

@@ -9,52 +9,90 @@ from pathlib import Path
 
 import yaml
 
-from penstock.errors import CheckpointError, OutputError
+from penstock.checkpoint.lock import LOCK_FILE, refuse_if_claimed
+from penstock.checkpoint.store import find, remove, sweep, sync_directory
+from penstock.errors import CheckpointError, DoesNotFit, OutputError
 from penstock.recipe import Recipe, to_dict, with_values
 
 RECIPE_FILE = "recipe.yaml"
-RUN_FILES = {RECIPE_FILE, "metrics.jsonl", "eval.jsonl", "model", "model.unchecked"}
+CHECKPOINTS = "checkpoints"
+RUN_FILES = {RECIPE_FILE, "metrics.jsonl", "eval.jsonl", "model", "model.unchecked", CHECKPOINTS, LOCK_FILE}
 """All that a run writes. Nothing else is ever removed, and a directory with anything else is not ours."""
+
+_PROBE = ".penstock-"
 
 
 def check_run_dir(directory: Path, *, overwrite: bool) -> None:
     """Refuse a directory that cannot be written, or that holds something we must not write over."""
     if directory.exists() and not directory.is_dir():
         raise OutputError("is a file, not a directory", where=str(directory), remedy="Use another --output-dir.")
-    if directory.is_dir() and any(directory.iterdir()):
-        if any(path.name not in RUN_FILES for path in directory.iterdir()):
-            raise OutputError("holds files of something else", where=str(directory), remedy="Use another --output-dir.")
-        if not overwrite:
-            remedy = f"Use --output-dir {directory}-2, or --overwrite to replace it."
-            raise OutputError("holds a run already", where=str(directory), remedy=remedy)
+    refuse_if_claimed(directory)
+    held = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    for probe in (name for name in list(held) if name.startswith(_PROBE)):  # left by a process that died right here
+        shutil.rmtree(directory / probe, ignore_errors=True)
+        held.remove(probe)
+    if not held <= RUN_FILES:
+        raise OutputError("holds files of something else", where=str(directory), remedy="Use another --output-dir.")
+    if held - {LOCK_FILE} and not overwrite:
+        remedy = f"Use --resume to go on with it, --output-dir {directory}-2, or --overwrite to replace it."
+        raise OutputError("holds a run already", where=str(directory), remedy=remedy)
     existing = next(p for p in (directory, *directory.absolute().parents) if p.exists())
     try:
         # Only a real attempt tells: permission bits say nothing of read-only mounts, or to root.
-        os.rmdir(tempfile.mkdtemp(prefix=".penstock-", dir=existing))
+        os.rmdir(tempfile.mkdtemp(prefix=_PROBE, dir=existing))
     except OSError as error:
         remedy = "Use an --output-dir that you can write to."
         raise OutputError(f"cannot be written ({error.strerror})", where=str(directory), remedy=remedy) from None
 
 
-def make_run_dir(recipe: Recipe) -> Path:
-    """The checked directory, holding the recipe and nothing else."""
+def make_run_dir(recipe: Recipe, *, keep_checkpoints: bool = False) -> Path:
+    """The checked directory, holding the recipe and nothing else, except checkpoints that the run goes on from."""
     directory = recipe.run_dir
     directory.mkdir(parents=True, exist_ok=True)
-    for old in (directory / name for name in RUN_FILES):  # the directory itself stays: it may be a link or a mount
+    if (directory / CHECKPOINTS).is_dir():
+        sweep(directory / CHECKPOINTS)
+    if not keep_checkpoints:
+        for checkpoint in find(directory / CHECKPOINTS):
+            remove(checkpoint)  # one that is there in part would pass for a damaged one
+    kept = {LOCK_FILE} | ({CHECKPOINTS} if keep_checkpoints else set())
+    for old in (directory / name for name in RUN_FILES - kept):  # the directory itself may be a link or a mount
         shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
     text = yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
     (directory / RECIPE_FILE).write_text(text, encoding="utf-8")
+    sync_directory(directory)
     return directory
+
+
+def check_room(directory: Path, *, checkpoint_bytes: int, num_saves: int, keep: int, export_bytes: int) -> None:
+    """Refuse to begin what the disk cannot hold: the checkpoints that are kept, one being written, and the model."""
+    existing = len(find(directory / CHECKPOINTS))
+    # While the last one is written, all that will be kept are there; those that are there now are paid for.
+    more = max(0, min(existing + num_saves - 1, keep) + 1 - existing) if num_saves and keep else 0
+    needed, free = more * checkpoint_bytes + export_bytes, shutil.disk_usage(directory).free
+    if needed > free:
+        raise DoesNotFit(
+            f"needs {needed / 2**30:.1f} GiB of disk, {free / 2**30:.1f} are free: {more} more checkpoints of "
+            f"{checkpoint_bytes / 2**30:.1f} GiB (keep = {keep}, and one being written) and the model, "
+            f"{export_bytes / 2**30:.1f}",
+            where=str(directory),
+            remedy="Free space, use an --output-dir on a larger disk, lower --keep, or save nothing with --keep 0.",
+        )
 
 
 def find_model(run: Path) -> Path:
     """The exported model of a run."""
+    check_is_run(run)
+    if not (run / "model" / "config.json").exists():
+        remedy = f"Go on with `penstock train ... --resume`, or take a checkpoint: `penstock export {run} --to DIR`."
+        raise CheckpointError("the run has no exported model: it did not end", where=str(run), remedy=remedy)
+    return run / "model"
+
+
+def check_is_run(run: Path) -> None:
+    """Refuse what is not the directory of a run."""
     if not (run / RECIPE_FILE).exists():
         remedy = "Name the directory that `penstock train` printed as run, such as runs/demo."
         raise CheckpointError("is not the directory of a run", where=str(run), remedy=remedy)
-    if not (run / "model" / "config.json").exists():
-        raise CheckpointError("the run has no exported model: it did not end", where=str(run), remedy="Train it again.")
-    return run / "model"
 
 
 def run_recipe(run: Path) -> Recipe:

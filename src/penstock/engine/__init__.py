@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
 from penstock.offload.lanes import ToHost
+from penstock.offload.state import SavedTensor
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,15 @@ class Engine(Protocol):
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> float:
         """Mean loss over the trained tokens of `batches`."""
+
+    def saved_tensors(self) -> dict[str, list[SavedTensor]]:
+        """All that a resumed run needs, where it lies: `weights` under the model's names, and `state`.
+
+        Waits for the last update; to be read or written before the next step.
+        """
+
+    def restored(self) -> None:
+        """The saved tensors were written to."""
 
     def release(self) -> None:
         """Give back gradients and optimizer state; the weights stay."""

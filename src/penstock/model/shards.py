@@ -30,7 +30,7 @@ _PIECE_BYTES = 8 * 2**20
 """Read at once by each of transformers' four loading threads."""
 _HEADER_LIMIT = 100 * 2**20  # safetensors' own
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -90,7 +90,7 @@ class StoredTensor:
 
     def get_dtype(self) -> str:
         """As safetensors' slices have it."""
-        return next(name for name, dtype in _DTYPES.items() if dtype == self.stored)
+        return next(name for name, dtype in DTYPES.items() if dtype == self.stored)
 
     def __getitem__(self, index: Any) -> Tensor:
         return self._read()[index]
@@ -131,7 +131,7 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint in `directory`, by name; nothing but headers is read."""
     tensors: dict[str, StoredTensor] = {}
     for path, expected in _shards(directory).items():
-        found = _read_header(path)
+        found = read_header(path)
         missing = sorted(expected - found.keys())
         if missing:
             raise ModelError(f"the index names tensors that the shard lacks: {', '.join(missing[:3])}", where=str(path))
@@ -182,7 +182,8 @@ def _read_index(index: Path) -> dict[Path, set[str]]:
     return shards
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of one file, by name; sizes are checked against the file."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -199,10 +200,10 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _parse_entry(path: Path, base: int, entry: dict[str, Any]) -> StoredTensor:
-    if entry["dtype"] not in _DTYPES:
+    if entry["dtype"] not in DTYPES:
         raise ModelError(f"holds tensors of a type that cannot be trained: {entry['dtype']}", where=str(path))
     begin, end = (int(x) for x in entry["data_offsets"])
-    stored, shape = _DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
+    stored, shape = DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
     num_elements = 1
     for n in shape:
         num_elements *= n

@@ -28,7 +28,7 @@ from penstock.errors import RecipeError
 from penstock.hardware import near_cores
 from penstock.offload.auto import choose_homes, need_of
 from penstock.offload.deal import HomeName, deal
-from penstock.offload.formats import StateName, format_named
+from penstock.offload.formats import StateName, StateView, format_named
 from penstock.offload.homes import NUM_SLOTS, Chunk, Coefficients, Home, HostHome, ResidentHome, StreamHome, Update
 from penstock.offload.kernels import GO, split
 from penstock.offload.lanes import Mark, Tape, ToHost, main_mark, main_waits
@@ -449,6 +449,23 @@ class OffloadAdamW(torch.optim.Optimizer):
                 for chunk in chunks:
                     home.state(chunk).zero_()
         self._fresh = not state_dict["state"]
+        self._start_from([None] * len(self._parameters))
+
+    def chunk_states(self) -> Iterator[tuple[nn.Parameter, list[StateView]]]:
+        """Every parameter and the states of its chunks in order, where they lie (see `state.py`)."""
+        self.synchronize()
+        for p, chunks in zip(self._parameters, self._chunks, strict=True):
+            yield p, [chunk.view(self._home_of[chunk].state(chunk)) for chunk in chunks]
+
+    def scalar_state(self) -> dict[str, Tensor]:
+        """Count of steps taken and powers of the betas, on the device."""
+        return {"steps": self._scalars.steps, "powers": self._scalars.powers}
+
+    @torch.no_grad()
+    def restored(self) -> None:
+        """Weights and state were written where they lie: let every home see the weights, and begin a new step."""
+        self._forget_step()
+        self._fresh = False
         self._start_from([None] * len(self._parameters))
 
     def close(self) -> None:

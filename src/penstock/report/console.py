@@ -35,7 +35,7 @@ class Console:
         yield
         seconds = time.perf_counter() - start
         if seconds >= 2:
-            self.rich.print(f"[dim]  took {seconds:.1f} s[/dim]")
+            self.rich.print(f"[dim]  {escape(title)}: {seconds:.1f} s[/dim]")  # phases may lie in one another
 
     def step(self, row: StepRow, total_steps: int, seconds_left: float) -> None:
         """One line for one step."""

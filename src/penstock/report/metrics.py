@@ -106,6 +106,19 @@ class Metrics:
         self.evals.append(EvalRow(step, loss))
         self._append("eval.jsonl", self.evals[-1])
 
+    def saved(self) -> dict[str, list[dict[str, Any]]]:
+        """Every row so far, as JSON has it."""
+        rows: dict[str, list[StepRow] | list[EvalRow]] = {"steps": self.rows, "evals": self.evals}
+        return {name: [_as_json(row) for row in group] for name, group in rows.items()}
+
+    def restore(self, saved: dict[str, list[dict[str, Any]]]) -> None:
+        """Begin with the rows of a checkpoint: what an interrupted run wrote after them is not of this run."""
+        self.rows = [StepRow(**_with_nan(row)) for row in saved["steps"]]
+        self.evals = [EvalRow(**_with_nan(row)) for row in saved["evals"]]
+        self._append("metrics.jsonl", *self.rows)
+        if self.evals:
+            self._append("eval.jsonl", *self.evals)
+
     def _settle(self) -> None:
         facts, result = self._pending.pop(0)
         loss, grad_norm, skipped = result.loss, result.grad_norm, result.skipped
@@ -118,14 +131,24 @@ class Metrics:
         self._append("metrics.jsonl", row)
         self._on_row(row)
 
-    def _append(self, name: str, row: StepRow | EvalRow) -> None:
+    def _append(self, name: str, *rows: StepRow | EvalRow) -> None:
         with (self._run_dir / name).open("a", encoding="utf-8") as file:
-            file.write(to_json(row) + "\n")
+            file.writelines(to_json(row) + "\n" for row in rows)
 
 
 def to_json(record: Any) -> str:
     """A dataclass as one line of JSON, which has no NaN: a number that is not finite is null."""
-    return json.dumps(dataclasses.asdict(record, dict_factory=_without_nan))
+    return json.dumps(_as_json(record))
+
+
+def _as_json(record: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = dataclasses.asdict(record, dict_factory=_without_nan)
+    return fields
+
+
+def _with_nan(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of JSON as it was: what is null there was not finite."""
+    return {key: math.nan if value is None else value for key, value in row.items()}
 
 
 def _without_nan(items: list[tuple[str, Any]]) -> dict[str, Any]:

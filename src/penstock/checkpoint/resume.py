@@ -1,0 +1,308 @@
+"""What a run needs to go on as if it had never stopped, and whether a checkpoint is of this run at all.
+
+A checkpoint holds weights and state (`store.py` streams them) and three documents: `run` (step, place in the data,
+recipe, fingerprints of data and model), `rng` (the generators of every library in use), and `metrics` (every row so
+far, so that the files of the run are rebuilt and no step is there twice or not at all). The learning rate is a function
+of the step, and the order of the data one of seed and epoch, so neither has more to save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+from transformers import PreTrainedModel
+
+from penstock.checkpoint.run_dir import CHECKPOINTS
+from penstock.checkpoint.store import (
+    Checkpoint,
+    find,
+    open_checkpoint,
+    prune,
+    read_document,
+    read_tensors,
+    save,
+    verify,
+)
+from penstock.data.loader import Position
+from penstock.engine import Engine
+from penstock.errors import CheckpointError, DoesNotFit, OutputError
+from penstock.recipe import FIELDS, Recipe, to_dict
+
+NEWEST = "newest"
+"""What `--resume` without a path asks for."""
+
+FREE = {
+    "name", "output_dir", "device", "recompute", "skip_limit", "eval_every", "log_every", "save_every", "keep",
+    "prompt", "trust_remote_code", "mode", "homes", "update", "cpu_adam_cores",
+}  # fmt: skip
+"""Fields that change nothing in what is trained."""
+BY_CONTENT = {"model", "revision", "tokenizer", "data", "data_split", "eval_data", "eval_split"}
+"""Fields that only say where something is: what is there is compared instead."""
+FIXED = {"dtype", "init", "shape", "states"}
+"""Fields that decide what tensors there are; no flag makes these fit."""
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """What makes a run this run."""
+
+    recipe: Recipe
+    total_steps: int
+    data: str
+    model: str
+    before: str
+    """What the untrained model answered: after a resume it cannot be asked any more."""
+    generation: Mapping[str, Any]
+    """The model's generation config, for an export from a checkpoint."""
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, total_steps: int, data: str, model_print: str, before: str, model: PreTrainedModel
+    ) -> Identity:
+        """Of a run that is about to begin or go on."""
+        config = model.generation_config
+        generation = json.loads(config.to_json_string()) if config is not None else {}
+        return cls(recipe, total_steps, data, model_print, before, generation)
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was found and not read yet, apart from what it says of its run."""
+
+    checkpoint: Checkpoint
+    position: Position
+    recipe: Mapping[str, Any]
+    total_steps: int
+    data: str
+    model: str
+    before: str
+    generation: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Steps that were made."""
+        return self.checkpoint.step
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def save_run(
+    run_dir: Path,
+    identity: Identity,
+    step: int,
+    position: Position,
+    engine: Engine,
+    metrics: Mapping[str, Any],
+    say: Say,
+) -> Checkpoint:
+    """Save the run as it is after `step`, then remove checkpoints beyond those that are kept."""
+    directory = run_dir / CHECKPOINTS
+    run = {
+        **{field.name: getattr(identity, field.name) for field in dataclasses.fields(identity)},
+        "recipe": to_dict(identity.recipe),
+        "position": dataclasses.asdict(position),
+    }
+    documents = {"run": run, "rng": rng_state(), "metrics": metrics}
+    checkpoint = save(directory, step, engine.saved_tensors(), documents, say)
+    prune(directory, identity.recipe.keep, checkpoint)
+    return checkpoint
+
+
+@contextmanager
+def disk_advice(run_dir: Path) -> Iterator[None]:
+    """A disk that is full or broken while a run goes on, in words."""
+    try:
+        yield
+    except OSError as error:
+        whole = find(run_dir / CHECKPOINTS)
+        left = f"{whole[0]} is whole: --resume goes on from it." if whole else "No checkpoint was saved before."
+        what = f"the run can no longer be written ({error.strerror})"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DoesNotFit(what, where=str(run_dir), remedy=f"Free space on the disk. {left}") from error
+        if error.errno in (errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE):
+            raise OutputError(what, where=str(run_dir), remedy=left) from error
+        raise
+
+
+# --- finding ----------------------------------------------------------------------------------------------------------
+
+
+def find_saved(run_dir: Path, wanted: str) -> Saved | None:
+    """The checkpoint to go on from: the newest of the run, of another run, or the one that is named."""
+    path = run_dir if wanted == NEWEST else Path(wanted)
+    if wanted == NEWEST or (path / CHECKPOINTS).is_dir():
+        complete = find(path / CHECKPOINTS)
+        if not complete and wanted == NEWEST:
+            return None
+        if not complete:
+            raise CheckpointError("has no complete checkpoint", where=str(path), remedy="Leave --resume out.")
+        path = complete[0]
+    with older_advice(path):
+        checkpoint = open_checkpoint(path)
+        run = read_document(checkpoint, "run")
+        try:
+            position = Position(**run.pop("position"))
+            return Saved(checkpoint, position, **run)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"does not describe a run: {error!r}", where=str(path / "run.json")) from None
+
+
+def goes_on_in(run_dir: Path, resume: str) -> bool:
+    """Whether the checkpoint that is asked for is one of this directory's own."""
+    wanted = Path(resume).resolve()
+    return resume == NEWEST or wanted == run_dir.resolve() or wanted.parent == (run_dir / CHECKPOINTS).resolve()
+
+
+def find_start(run_dir: Path, resume: str, *, overwrite: bool) -> Saved | None:
+    """The checkpoint to go on from, if one is asked for. A run that was cut off before its first begins anew."""
+    saved = find_saved(run_dir, resume) if resume else None
+    if resume and not saved and not overwrite and (run_dir / "model").exists():
+        remedy = "--overwrite without --resume trains it again."
+        raise CheckpointError("the run has ended and left no checkpoint", where=str(run_dir), remedy=remedy)
+    return saved
+
+
+def verify_saved(saved: Saved, say: Say) -> None:
+    """Every byte, before anything is taken from the checkpoint."""
+    with older_advice(saved.checkpoint.path):
+        verify(saved.checkpoint, say)
+
+
+@contextmanager
+def older_advice(path: Path) -> Iterator[None]:
+    """Damage in the checkpoint at `path`, with the newest older one that is whole.
+
+    Going back by itself was rejected: whoever lost an hour of training should hear of it.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        older = find(path.parent)
+        older = older[older.index(path) + 1 :] if path in older else []
+        whole = next((candidate for candidate in older if is_whole(candidate)), None)
+        remedy = f"An older checkpoint is whole: --resume {whole}" if whole else "There is no older checkpoint to take."
+        raise CheckpointError(error.what, where=error.where, remedy=f"{error.remedy} {remedy}".strip()) from None
+
+
+def is_whole(path: Path) -> bool:
+    """Whether every byte of a checkpoint is as it was written."""
+    try:
+        verify(open_checkpoint(path), lambda _: None)
+    except CheckpointError:
+        return False
+    return True
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Something that is not as it was when the checkpoint was saved."""
+
+    field: str
+    then: object
+    now: object
+
+    def __str__(self) -> str:
+        return f"{self.field} was {self.then!r}, is {self.now!r}"
+
+
+def check_same_run(saved: Saved, recipe: Recipe, total_steps: int, data: str, *, anyway: bool) -> None:
+    """Refuse a checkpoint whose run had another recipe or other data, as far as that changes what is trained."""
+    now, default = to_dict(recipe), to_dict(Recipe())
+    compared = [name for name in FIELDS if name not in FREE | BY_CONTENT]
+    pairs = [(name, saved.recipe.get(name, default[name]), now[name]) for name in compared]
+    pairs += [("number of steps", saved.total_steps, total_steps), ("content of the data", saved.data[:12], data[:12])]
+    _refuse(saved, [Difference(*pair) for pair in pairs if pair[1] != pair[2]], anyway=anyway)
+
+
+def check_same_model(saved: Saved, model: str, *, anyway: bool) -> None:
+    """Refuse a checkpoint that was trained from another model."""
+    differs = [Difference("content of the model", saved.model, model)] if saved.model != model else []
+    _refuse(saved, differs, anyway=anyway)
+
+
+def _refuse(saved: Saved, differences: list[Difference], *, anyway: bool) -> None:
+    fixed = [difference.field for difference in differences if difference.field in FIXED]
+    if not differences or (anyway and not fixed):
+        return
+    remedy = "Set it as it was, or add --resume-anyway to go on with what is new."
+    if fixed:
+        remedy = f"The saved tensors do not fit another {', '.join(fixed)}: set it as it was, or begin a new run."
+    listed = "".join(f"\n    {difference}" for difference in differences)
+    raise CheckpointError(f"is a checkpoint of another run:{listed}", where=str(saved.checkpoint.path), remedy=remedy)
+
+
+def model_fingerprint(model: nn.Module, *, values: bool) -> str:
+    """Names and shapes of all weights and, if their values are the model's own, some of each.
+
+    Reading all of them was rejected: a resumed run takes its weights from the checkpoint, so this only has to tell one
+    model from another, and no two models agree in both ends of every matrix.
+    """
+    hasher = xxhash.xxh3_128()
+    for name, parameter in model.named_parameters():
+        hasher.update(f"{name} {tuple(parameter.shape)}".encode())
+        if values:
+            flat = parameter.detach().view(-1)
+            ends = torch.cat([flat[:1024], flat[-1024:]])
+            hasher.update(ends.float().cpu().numpy().tobytes())
+    return hasher.hexdigest()
+
+
+# --- restoring --------------------------------------------------------------------------------------------------------
+
+
+def restore(saved: Saved, engine: Engine, say: Say) -> None:
+    """Weights, state and generators as they were when the checkpoint was saved."""
+    for group, tensors in engine.saved_tensors().items():
+        read_tensors(saved.checkpoint, group, tensors, say)
+    engine.restored()
+    set_rng_state(read_document(saved.checkpoint, "rng"))
+
+
+def saved_metrics(saved: Saved) -> Any:
+    """The rows up to the checkpoint's step."""
+    return read_document(saved.checkpoint, "metrics")
+
+
+def rng_state() -> dict[str, Any]:
+    """The generators of Python, numpy, torch and every GPU, as JSON."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # or none is in use
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": [state.numpy().tobytes().hex() for state in devices],
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Put every generator back. Those of GPUs that are not there any more are left out."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(_bytes(state["torch"]))
+    devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    for device, saved in enumerate(state["cuda"][:devices]):
+        torch.cuda.set_rng_state(_bytes(saved), device)
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

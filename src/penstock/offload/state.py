@@ -1,0 +1,58 @@
+"""Optimizer state as named tensors, for whoever saves or restores it.
+
+A tensor here is one parameter's, whole, whatever its homes and however it is cut. It is reached through pieces: views
+of where the elements lie, one a chunk. So nothing is copied to look at it, saving needs no memory that grows with the
+model, and what was saved under one placement is restored under any other. `state_dict` was rejected for this: it
+gathers everything on the host, which for a model worth offloading does not fit there.
+
+Which tensors there are is the state format's business: its parts, laid one after another over a parameter's chunks, are
+the same for every chunk size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from penstock.offload.saved import NAMES
+
+if TYPE_CHECKING:
+    from penstock.offload.optimizer import OffloadAdamW
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedTensor:
+    """A tensor and where its elements lie."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Tensor, ...]
+    """Flat views whose elements, one piece after another, are those of the tensor. Writing to them sets it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+def whole(name: str, tensor: Tensor) -> SavedTensor:
+    """A contiguous tensor that lies in one piece."""
+    assert tensor.is_contiguous(), f"{name} is written where it lies"
+    return SavedTensor(name, tuple(tensor.shape), tensor.dtype, (tensor.detach().view(-1),))
+
+
+def state_tensors(optimizer: OffloadAdamW, names: Mapping[nn.Parameter, str]) -> list[SavedTensor]:
+    """Every tensor of the state, named after its parameter. To be read or written before the next backward."""
+    found = [whole(name, tensor) for name, tensor in optimizer.scalar_state().items()]
+    for parameter, views in optimizer.chunk_states():
+        for part in views[0].states.parts(parameter.dtype):
+            pieces = tuple(getattr(view, part.name) for view in views)
+            shape = tuple(parameter.shape) if part.elements == 1 else (part.count(parameter.numel()),)
+            name = f"{names[parameter]}.{NAMES.get(part.name, part.name)}"
+            found.append(SavedTensor(name, shape, part.dtype, pieces))
+    return found

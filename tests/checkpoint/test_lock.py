@@ -1,0 +1,34 @@
+import json
+import os
+
+import pytest
+
+from penstock.checkpoint.lock import claim, refuse_if_claimed
+from penstock.errors import OutputError
+
+
+def test_a_second_claim_is_refused_and_says_who_holds_it(tmp_path):
+    with claim(tmp_path / "run"):
+        for second in (lambda: claim(tmp_path / "run").__enter__(), lambda: refuse_if_claimed(tmp_path / "run")):
+            with pytest.raises(OutputError, match=f"process {os.getpid()} on .*, since 2"):
+                second()
+        (tmp_path / "run" / "recipe.yaml").write_text("")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["recipe.yaml"]
+    with claim(tmp_path / "run"):
+        pass
+
+
+def test_the_lock_of_a_dead_process_is_no_lock(tmp_path):
+    (tmp_path / "lock").write_text(json.dumps({"pid": 1, "host": "gone", "since": "2020"}))
+    refuse_if_claimed(tmp_path)
+    with claim(tmp_path):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_directory_that_stays_empty_is_taken_away_with_its_parents(tmp_path):
+    with claim(tmp_path / "a/b/run"):
+        assert (tmp_path / "a/b/run").is_dir()
+    assert list(tmp_path.iterdir()) == []
+    with claim(tmp_path):
+        pass
+    assert tmp_path.is_dir(), "it was there before"

@@ -1,0 +1,48 @@
+"""What a resumed run agrees in, and the generators. Whole runs are resumed in test_faults.py and test_damage.py."""
+
+import json
+import random
+
+import numpy as np
+import torch
+
+from penstock.checkpoint.resume import BY_CONTENT, FIXED, FREE, model_fingerprint, rng_state, set_rng_state
+from penstock.recipe import FIELDS
+
+
+def draw():
+    return random.random(), random.gauss(0, 1), np.random.rand(3).tolist(), np.random.randn(), torch.rand(3).tolist()
+
+
+def test_every_generator_goes_on_where_it_was():
+    draw()
+    state = json.loads(json.dumps(rng_state()))
+    expected = draw()
+    assert draw() != expected
+    set_rng_state(state)
+    assert draw() == expected
+
+
+def test_every_field_is_judged_and_by_one_rule():
+    assert set(FIELDS) >= FREE | BY_CONTENT | FIXED
+    assert not FREE & BY_CONTENT
+    assert not FREE & FIXED
+    assert not BY_CONTENT & FIXED
+
+
+def test_the_fingerprint_of_a_model_tells_names_shapes_and_values_apart():
+    def model(*sizes, seed=0):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in sizes))
+
+    first = model((3, 4000), (4000, 2))
+    prints = [model_fingerprint(first, values=True)]
+    with torch.no_grad():
+        first[1].weight[-1, -1] += 1
+    prints += [model_fingerprint(m, values=True) for m in (first, model((3, 4000), (4000, 2), seed=1), model((2, 3)))]
+    assert len(set(prints)) == 4
+    same = [model_fingerprint(model((3, 4), seed=seed), values=False) for seed in (0, 1)]
+    assert same[0] == same[1], "random weights are known by their seed"
+    assert model_fingerprint(model((3, 4)).bfloat16().float(), values=True) == model_fingerprint(
+        model((3, 4)).bfloat16(), values=True
+    )
