@@ -142,8 +142,9 @@ def plot(directory):
         for theirs in (row for row in own if row not in ours):
             gap = [abs(a - b) for a, b in zip(ours[0]["losses"], theirs["losses"], strict=True)]
             lines.append(f"  against torch.optim.AdamW: largest difference of a step's loss {max(gap):.2e}")
-            axes[0].plot(smooth(theirs["losses"]), ":", color="black", label=f"{group.split(',')[0]}, torch")
-            axes[1].semilogy(smooth(gap), ":", color="black", label=f"torch - {group}")
+            line = ":" if group.startswith("not") else "--"
+            axes[0].plot(smooth(theirs["losses"]), line, color="black", label=f"{group.split(',')[0]}, torch")
+            axes[1].semilogy(smooth(gap), line, color="black", label=f"torch - {group}")
     exact = groups["clipped, fp32"][0]["losses"]
     for group in ("clipped, bf16", "clipped, int8"):
         gap = [abs(a - b) for a, b in zip(groups[group][0]["losses"], exact, strict=True)]
