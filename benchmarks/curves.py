@@ -48,7 +48,7 @@ class TorchEngine:
     """The same steps with torch's AdamW on fp32 masters."""
 
     def __init__(self, model, recipe):
-        self.packed, self.clip = PackedModel(model, recipe), recipe.max_grad_norm
+        self.packed, self.clip = PackedModel(model, recipe, lambda _: None), recipe.max_grad_norm
         groups = decay_groups(model, recipe.weight_decay)
         self.weights = [p for group in groups for p in group["params"]]
         masters = {p: torch.nn.Parameter(p.detach().float().clone()) for p in self.weights}

@@ -27,6 +27,7 @@ CHANGES = {
     "dtype": {"dtype": "bf16" if pick_dtype("auto", torch.device("cpu")) == "fp32" else "fp32"},
     "attention": {"attention": "eager"},
     "recompute": {"recompute": "full"},
+    "compile": None,
     "mode": {"mode": "zerooffload"},
     "homes": {"homes": "stream=0.5,host=0.5"},
     "update": {"update": "in-backward"},
@@ -96,6 +97,7 @@ SEEN = {  # where a change shows, if not in the steps or the answer
     "keep": ["saved"],
 }
 ELSEWHERE = {
+    "compile": "tests/model/test_compiled.py",
     "revision": "tests/model/test_load.py",
     "data_split": "tests/data/test_source.py",
     "eval_split": "tests/data/test_loader.py",

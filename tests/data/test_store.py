@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.cache import cache_dir
 from penstock.data import store as store_module
 from penstock.data.source import open_source
-from penstock.data.store import cache_root, notes, open_store
+from penstock.data.store import notes, open_store
 from penstock.errors import DataError, DoesNotFit
 from penstock.recipe import Recipe
 
@@ -45,7 +46,7 @@ def contents(store):
 
 
 def entry_of(store):
-    return cache_root() / store.key
+    return cache_dir("tokens") / store.key
 
 
 def test_second_opening_finds_the_first(write, chatml, alpaca_rows, builds):
@@ -163,15 +164,15 @@ def test_a_build_that_fails_leaves_nothing(write, chatml):
     path = write('{"text": "a"}\n{"text": }\n')
     with pytest.raises(DataError, match="malformed"):
         open_it(path, chatml)
-    assert list(cache_root().iterdir()) == []
+    assert list(cache_dir("tokens").iterdir()) == []
 
 
 def test_a_killed_build_is_not_believed_and_is_cleared_away_later(write, chatml, alpaca_rows):
     path = write(alpaca_rows(20))
-    killed = cache_root() / ".building-old"
+    killed = cache_dir("tokens") / ".building-old"
     killed.mkdir(parents=True)
     (killed / "ids").write_bytes(b"half")
-    recent = cache_root() / ".building-recent"
+    recent = cache_dir("tokens") / ".building-recent"
     recent.mkdir()
     long_ago = time.time() - 10 * 24 * 3600
     os.utime(killed, (long_ago, long_ago))
@@ -194,7 +195,7 @@ def test_two_builders_at_once(write, chatml, alpaca_rows, monkeypatch):
     monkeypatch.setattr(store_module, "write_examples", overtaken)
     store = open_it(path, chatml)
     assert contents(store) == contents(other[0])
-    assert [p.name for p in cache_root().iterdir()] == [store.key]
+    assert [p.name for p in cache_dir("tokens").iterdir()] == [store.key]
 
 
 # --- a cache that cannot be written -----------------------------------------------------------------------------------
@@ -229,15 +230,15 @@ def test_a_full_disk_is_said_to_be_one(write, chatml, alpaca_rows):
         signal.signal(signal.SIGXFSZ, ignored)
     assert "PENSTOCK_CACHE" in caught.value.remedy
     assert any("cannot be written" in line for line in said)
-    assert list(cache_root().iterdir()) == []
+    assert list(cache_dir("tokens").iterdir()) == []
 
 
-def test_cache_root(monkeypatch, tmp_path):
+def test_the_cache_lies_where_it_is_told_to(monkeypatch, tmp_path):
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "there"))
-    assert cache_root() == tmp_path / "there" / "tokens"
+    assert cache_dir("tokens") == tmp_path / "there" / "tokens"
     monkeypatch.delenv("PENSTOCK_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_root() == tmp_path / ".cache" / "penstock" / "tokens"
+    assert cache_dir("tokens") == tmp_path / ".cache" / "penstock" / "tokens"
 
 
 # --- data from which nothing would be learned -------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from penstock.data.store import cache_root
+from penstock.cache import cache_dir
 from penstock.errors import Interrupted
 from penstock.recipe import Recipe, to_dict
 
@@ -99,7 +99,7 @@ def run_peer(peer: Peer, recipe: Recipe, *, steps: int, timeout_s: float, log: P
     spec = log.with_suffix(".json")
     spec.write_text(json.dumps({"peer": asdict(peer), "recipe": to_dict(recipe), "steps": steps}), encoding="utf-8")
     command = [sys.executable, "-m", "penstock.bench.peer_process", str(spec)]
-    kernels = cache_root().parent / "peer-kernels"
+    kernels = cache_dir("peer-kernels")
     try:
         ended = run_process(command, timeout_s=timeout_s, log=log, env={"TORCH_EXTENSIONS_DIR": str(kernels)})
     finally:

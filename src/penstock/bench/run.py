@@ -156,7 +156,7 @@ class Case:
             "seq": recipe.max_length,
             "micro_batch": recipe.rows_at_once,
             "recompute": str(recipe.recompute),
-            "compiled": False,
+            "compiled": recipe.compile,
             "floor_s": self.floor_s,
             "exposed_s": step_s - self.floor_s if step_s and self.floor_s else None,
             "tokens_per_s": recipe.batch_size * recipe.max_length / step_s if step_s else None,
@@ -189,7 +189,7 @@ def our_rows(case: Case, model: PreTrainedModel, wanted: list[Recipe], steps: in
     weights = sum(p.nbytes for p in model.parameters())
     _give_back(device)
     try:
-        floor_s = _time_floor(PackedModel(model, recipe), batches, steps)
+        floor_s = _time_floor(PackedModel(model, recipe, say), batches, steps)
     except torch.OutOfMemoryError:
         raise DoesNotFit(
             f"forward and backward of {recipe.rows_at_once} x {recipe.max_length} tokens, without any optimizer",

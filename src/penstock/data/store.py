@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.cache import cache_dir
 from penstock.data.encoding import DTYPES, Counts, Noted, Unwritable, Written, write_examples, writing
 from penstock.data.source import Source
 from penstock.data.turns import Format
@@ -109,7 +109,7 @@ def open_store(
 ) -> Store:
     """The tokenized rows of a source, from the cache if they are there. Checked against the size of the embedding."""
     key = _key(source, tokenizer, recipe)
-    root = cache_root()
+    root = cache_dir("tokens")
     store = _load(root / key, source.files)
     if store is None:
         try:
@@ -119,12 +119,6 @@ def open_store(
             store = _build_aside(key, source, tokenizer, recipe, say)
     _check_vocabulary(store, tokenizer, vocab_size)
     return store
-
-
-def cache_root() -> Path:
-    """Where tokenized rows are kept: $PENSTOCK_CACHE, else ~/.cache/penstock."""
-    chosen = os.environ.get("PENSTOCK_CACHE")
-    return (Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "penstock") / "tokens"
 
 
 # --- the key ----------------------------------------------------------------------------------------------------------

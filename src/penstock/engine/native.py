@@ -16,6 +16,7 @@ from penstock.data.loader import MicroBatch
 from penstock.engine import StepResult
 from penstock.errors import DoesNotFit
 from penstock.model.attention import Segments, use_attention
+from penstock.model.compiled import set_compile
 from penstock.model.loss import check_logits, packed_loss
 from penstock.model.recompute import set_recompute
 from penstock.model.units import find_units
@@ -27,12 +28,14 @@ from penstock.recipe import Recipe, parse_homes
 class PackedModel:
     """A model made ready for packed rows: attention, recompute, and the loss of a micro-batch."""
 
-    def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
+    def __init__(self, model: PreTrainedModel, recipe: Recipe, say: Callable[[str], None]) -> None:
         self.model = model
         self.units = find_units(model)
         self.device = next(model.parameters()).device
         use_attention(model, recipe.attention)
         check_logits(model, self.units)
+        set_recompute(self.units.layers, "none")
+        set_compile(self.units.layers, recipe.compile, say)
         set_recompute(self.units.layers, recipe.recompute)
         model.train()
 
@@ -50,7 +53,7 @@ class NativeEngine:
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe, say: Callable[[str], None]) -> None:
         self.model, self._recipe = model, recipe
-        self.packed = PackedModel(model, recipe)
+        self.packed = PackedModel(model, recipe, say)
         with self._memory_explained():
             trial = try_once(self.packed, recipe)
         if trial.activation_bytes:

@@ -235,8 +235,7 @@ def _attend(
     if query.is_cuda and half and value.shape[-1] == head_dim <= _FLASH_HEAD_DIM:
         out = _flash(q, k, v, segments, scale, sliding_window, s_aux)
     else:
-        spans = itertools.pairwise(segments.boundaries)
-        out = torch.cat([_one(q[a:b], k[a:b], v[a:b], scale, sliding_window, s_aux) for a, b in spans])
+        out = _one_by_one(q, k, v, segments, scale, sliding_window, s_aux)
     return out.view(rows, length, heads, -1), None
 
 
@@ -280,6 +279,15 @@ def _flash(
     )
     assert isinstance(out, Tensor)
     return out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it would be compiled anew for every packing
+def _one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """Segment by segment."""
+    spans = itertools.pairwise(segments.boundaries)
+    return torch.cat([_one(q[a:b], k[a:b], v[a:b], scale, window, sinks) for a, b in spans])
 
 
 def _one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None) -> Tensor:

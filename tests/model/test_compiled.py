@@ -1,0 +1,110 @@
+"""Compiled layers compute the same to rounding, leave hooks outside, and fall back where there is no compiler."""
+
+import pytest
+import torch
+from tiny import SEVEN, packed, tiny_model
+
+from penstock.model.attention import stock_attention, use_attention
+from penstock.model.compiled import set_compile
+from penstock.model.loss import packed_loss
+from penstock.model.recompute import set_recompute
+from penstock.model.units import find_units
+from penstock.offload.optimizer import OffloadAdamW
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(tmp_path_factory, monkeypatch):
+    cache = tmp_path_factory.getbasetemp() / "compiled"  # shared by the tests, not with other runs
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def loss_of(model, units, batch):
+    return packed_loss(units, batch.input_ids, batch.position_ids, batch.segments, batch.target_index, batch.targets)
+
+
+def gradients(model, *, on, recompute="none", say=lambda _: None):
+    units = find_units(model)
+    use_attention(model, "auto")
+    set_recompute(units.layers, "none")
+    set_compile(units.layers, on, say)
+    set_recompute(units.layers, recompute)
+    model.zero_grad()
+    loss = loss_of(model, units, packed())
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def assert_close(a, b):
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_loss_and_gradients_are_those_of_the_plain_layers(name):
+    assert name in SEVEN
+    model = tiny_model(name)
+    plain = gradients(model, on=False)
+    assert_close(plain, gradients(model, on=True))
+    assert_close(plain, gradients(model, on=True, recompute="full"))
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(model, on=False), strict=True)), "it can be undone"
+
+
+@pytest.mark.slow
+def test_layers_share_one_compilation_and_no_step_needs_another():
+    model = tiny_model("llama")
+    gradients(model, on=True)
+    torch._dynamo.utils.counters.clear()
+    units = find_units(model)
+    loss_of(model, units, packed()).backward()
+    with torch.no_grad(), stock_attention(model):
+        model(input_ids=torch.tensor([[1, 2, 3]]))  # another shape, but the plain forward
+    assert not torch._dynamo.utils.counters["frames"].get("total", 0)
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_waits_for_its_update():
+    """`module.compile()` would trace the waiting hook away, and forward would read weights that are being written."""
+
+    def train(on):
+        model = tiny_model("llama")
+        units = find_units(model)
+        use_attention(model, "auto")
+        set_compile(units.layers, on, lambda _: None)
+        optimizer = OffloadAdamW(model, lr=1e-2, homes="stream", units=units.layers)
+        waits = []
+        real = OffloadAdamW._wait
+        OffloadAdamW._wait = lambda self, unit: (waits.append(bool(unit.updates)), real(self, unit))[1]
+        try:
+            losses = []
+            for _ in range(4):
+                loss = loss_of(model, units, packed())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+        finally:
+            OffloadAdamW._wait = real
+        optimizer.close()
+        return losses, sum(waits)
+
+    (plain, plain_waits), (compiled, compiled_waits) = train(False), train(True)
+    assert compiled == pytest.approx(plain, rel=1e-3)
+    assert compiled_waits == plain_waits > 0
+
+
+def test_without_a_compiler_layers_run_as_they_are(monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setattr(config, "force_disable_caches", True)
+    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
+    said = []
+    model = tiny_model("llama")
+    plain = gradients(model, on=False)
+    fallback = gradients(model, on=True, say=said.append)
+    assert all(torch.equal(a, b) for a, b in zip(plain, fallback, strict=True))
+    assert len(said) == 1
+    assert "layers run uncompiled" in said[0]
