@@ -160,6 +160,7 @@ class StreamHome:
         slot_bytes = max((c.state_bytes for c in chunks), default=0)
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
         self._free = [main_mark(device)] * NUM_SLOTS
+        self._home_again: dict[Chunk, Mark] = {}  # after which a chunk's state is back from its last update
         self._in, self._out = Lane("in", device, tape), Lane("out", device, tape)
         self._lane = Lane("update", device, tape, urgent=True)
         self._turn = 0
@@ -185,6 +186,9 @@ class StreamHome:
         turn, self._turn = self._turn % len(self._slots), self._turn + 1
         slot, home = self._slots[turn][: update.chunk.state_bytes], self._state[update.chunk]
         self._free[turn].wait_on_host()  # or the chunk would land on one that has not left yet
+        self._home_again.get(
+            update.chunk, Mark()
+        ).wait_on_host()  # or, of few chunks, it would set out before it came home
         with self._in.work():
             slot.copy_(home, non_blocking=True)
         self._lane.wait(self._in.mark())  # or the kernel would read what was in the slot before
@@ -192,7 +196,7 @@ class StreamHome:
         self._out.wait(updated)  # or old state would travel home
         with self._out.work():
             home.copy_(slot, non_blocking=True)
-        self._free[turn] = self._out.mark()
+        self._free[turn] = self._home_again[update.chunk] = self._out.mark()
         return updated
 
     def state(self, chunk: Chunk) -> Tensor:
