@@ -5,7 +5,7 @@ import torch
 from penstock.offload.formats import FORMATS
 from penstock.offload.homes import Chunk, Coefficients, StreamHome, Update
 from penstock.offload.kernels import NUM_COEFFICIENTS
-from penstock.offload.lanes import Lane, Mark, Tape
+from penstock.offload.lanes import Lane, Mark, Tape, ToHost
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def test_a_streamed_chunk_does_not_set_out_before_it_came_home(monkeypatch):
     real = home._in.work
     monkeypatch.setattr(home._in, "work", lambda: (log.append("in"), real())[1])
     row = torch.ones(NUM_COEFFICIENTS)
-    update = Update(chunk, torch.zeros(8), torch.ones(8), Coefficients(row, row, Mark()), Mark())
+    update = Update(chunk, torch.zeros(8), torch.ones(8), Coefficients(row, ToHost.of(row[None]), 0), Mark())
     for _ in range(3):
         home.update(update).result()
     home.close()

@@ -14,14 +14,6 @@ from penstock.offload.optimizer import OffloadAdamW
 
 HOMES = ["gpu", "stream", "host", {"gpu": 0.4, "stream": 0.3, "host": 0.3}]
 all_formats = pytest.mark.parametrize("states", FORMATS)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU on this machine")
-    return request.param
 
 
 class Net(nn.Module):

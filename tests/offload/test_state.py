@@ -8,14 +8,6 @@ from penstock.offload.optimizer import OffloadAdamW
 from penstock.offload.state import state_tensors
 
 HOMES = ["gpu", "stream", "host", {"gpu": 0.4, "stream": 0.3, "host": 0.3}]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU on this machine")
-    return request.param
 
 
 def net(dtype, seed, device):

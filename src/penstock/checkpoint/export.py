@@ -28,7 +28,7 @@ from penstock.checkpoint.store import Checkpoint, find, open_checkpoint, read_te
 from penstock.errors import CheckpointError, DoesNotFit, OutputError
 from penstock.model.attention import stock_attention
 from penstock.model.load import load_config, load_model, load_tokenizer
-from penstock.offload.state import whole
+from penstock.offload.state import weight_tensors
 from penstock.recipe import Recipe
 
 PROBE = "Water flows through the penstock and turns the turbine."
@@ -80,9 +80,7 @@ def saved_model(saved: Saved, recipe: Recipe, say: Callable[[str], None]) -> Pre
     config = load_config(recipe)
     model = load_model(replace(recipe, init="random"), config, torch.device("cpu"), say)  # made to be written over
     model.generation_config = GenerationConfig.from_dict(dict(saved.generation))
-    lasting = model.state_dict().keys()
-    own = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n in lasting}}
-    read_tensors(saved.checkpoint, "weights", [whole(name, tensor) for name, tensor in own.items()], say)
+    read_tensors(saved.checkpoint, "weights", weight_tensors(model), say)
     return model
 
 

@@ -21,7 +21,7 @@ from penstock.model.loss import check_logits, packed_loss
 from penstock.model.recompute import set_recompute
 from penstock.model.units import find_units
 from penstock.offload.optimizer import OffloadAdamW
-from penstock.offload.state import SavedTensor, state_tensors, whole
+from penstock.offload.state import SavedTensor, state_tensors, weight_tensors
 from penstock.recipe import Recipe, parse_homes
 
 
@@ -121,12 +121,8 @@ class NativeEngine:
     def saved_tensors(self) -> dict[str, list[SavedTensor]]:
         """Weights, frozen ones and lasting buffers too, and the state of those that are trained."""
         self.optimizer.synchronize()
-        parameters = dict(self.model.named_parameters())  # tied weights once
-        lasting = self.model.state_dict().keys()
-        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in lasting}
-        weights = [whole(name, tensor) for name, tensor in (parameters | buffers).items()]
-        names = {parameter: name for name, parameter in parameters.items()}
-        return {"weights": weights, "state": state_tensors(self.optimizer, names)}
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return {"weights": weight_tensors(self.model), "state": state_tensors(self.optimizer, names)}
 
     def restored(self) -> None:
         """Let the homes see the new weights."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.offload.arena import Arena, padded
 from penstock.offload.formats import StateFormat, StateView
 from penstock.offload.kernels import adamw_
-from penstock.offload.lanes import Lane, Mark, Tape, main_mark
+from penstock.offload.lanes import Lane, Mark, Tape, ToHost, main_mark
 from penstock.offload.pool import Pool
 
 NUM_SLOTS = 4
@@ -55,11 +55,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The scalars of one group in one step, on the device, and on the host once `on_host` is passed."""
+    """The scalars of one step: a row of its group on the device, and all rows on their way to the host."""
 
     device: Tensor
-    host: Tensor
-    on_host: Mark
+    host: ToHost
+    group: int
 
 
 @dataclass(frozen=True)
@@ -277,9 +277,9 @@ class HostHome:
         gradient = update.gradient if copy.gradient is None else copy.gradient
         assert gradient is not None, "a gradient is on the device, or was sent down"
         arrived.wait_on_host()
-        coefficients.on_host.wait_on_host()
+        row = coefficients.host.read()[coefficients.group]
         with self._tape.on_host("cpu"):
-            self._pool.adamw_(weight, gradient, update.chunk.view(copy.state), coefficients.host)
+            self._pool.adamw_(weight, gradient, update.chunk.view(copy.state), row)
         self._up.wait(update.ready)  # or the weight could change under a backward that still reads it
         if copy.weight is not None:
             with self._up.work():

@@ -358,14 +358,9 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _on_host(self, coefficients: Tensor) -> list[Coefficients]:
         """A row a group, on the device and, for the C kernel, on the host."""
-        if any(isinstance(home, HostHome) for home, _ in self._homes) and coefficients.is_cuda:
-            host = torch.empty(coefficients.shape, dtype=torch.float32, pin_memory=True)
-            host.copy_(coefficients, non_blocking=True)
-        else:
-            host = coefficients
-        mark = main_mark(self._device)
+        host = ToHost.of(coefficients)
         self._keep.append(coefficients)
-        return [Coefficients(device, own, mark) for device, own in zip(coefficients, host, strict=True)]
+        return [Coefficients(row, host, group) for group, row in enumerate(coefficients)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Zeroing them in place must first wait for the updates that still read them."""

@@ -46,6 +46,13 @@ def whole(name: str, tensor: Tensor) -> SavedTensor:
     return SavedTensor(name, tuple(tensor.shape), tensor.dtype, (tensor.detach().view(-1),))
 
 
+def weight_tensors(model: nn.Module) -> list[SavedTensor]:
+    """Every weight under its name, tied ones once, frozen ones too, and the buffers that a model itself would save."""
+    lasting = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in lasting}
+    return [whole(name, tensor) for name, tensor in (dict(model.named_parameters()) | buffers).items()]
+
+
 def state_tensors(optimizer: OffloadAdamW, names: Mapping[nn.Parameter, str]) -> list[SavedTensor]:
     """Every tensor of the state, named after its parameter. To be read or written before the next backward."""
     found = [whole(name, tensor) for name, tensor in optimizer.scalar_state().items()]
