@@ -7,6 +7,8 @@ serves one GPU and many. Letting DTensor do the arithmetic was rejected: every o
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,7 +45,7 @@ def extents(tensor: Tensor) -> list[tuple[int, int]]:
     rows, ranks = tensor.shape[0], tensor.device_mesh.size()
     each, row = -(-rows // ranks), tensor.numel() // max(1, rows)
     starts = [min(rank * each, rows) * row for rank in range(ranks + 1)]
-    return [(start, end - start) for start, end in zip(starts, starts[1:], strict=False)]
+    return [(start, end - start) for start, end in itertools.pairwise(starts)]
 
 
 def group_of(tensor: Tensor) -> dist.ProcessGroup | None:
