@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -47,6 +48,14 @@ class TrainArgs(RecipeArgs):
     """Go on also if recipe or data are not those of the checkpoint."""
     quiet: Flag = False
     """Print nothing but the result and errors."""
+    gpus: int = 1
+    """GPUs of this machine, one process each; on a machine without any, processes on its CPU."""
+    nodes: int = 1
+    """Machines. The command is given on each of them, with its --node-rank."""
+    node_rank: int = 0
+    """Which of the machines this is, from 0."""
+    rendezvous: str = ""
+    """HOST:PORT on the first machine, where all find each other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         if "--debug" in words:
             traceback.print_exc()
-        print(f"penstock: {error}", file=sys.stderr)
+        _print_error(str(error))
         return error.exit_code
     except SystemExit as error:  # tyro has printed help or a usage error already
         return error.code if isinstance(error.code, int) else 2
@@ -142,8 +151,17 @@ def main(argv: list[str] | None = None) -> int:
         if "--debug" in words:
             traceback.print_exc()
         remedy = "" if "--debug" in words else "\n  Run it again with --debug for the traceback, and please report it."
-        print(f"penstock: this is a bug: {type(error).__name__}: {error}{remedy}", file=sys.stderr)
+        _print_error(f"this is a bug: {type(error).__name__}: {error}{remedy}")
         return 1
+
+
+def _print_error(message: str) -> None:
+    """On standard error; a rank leaves it to its launcher, so that it is shown once."""
+    from penstock.launch import leave_error
+
+    if not leave_error(message):
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        print(f"penstock: {rank}{message}", file=sys.stderr)
 
 
 def _dispatch(words: list[str]) -> int:
@@ -169,20 +187,30 @@ def _usage() -> str:
 def train(words: list[str]) -> int:
     """Fine-tune a model: penstock train [RECIPE] [--flags]."""
     args = _parse_with_recipe(TrainArgs, "train", _with_value(words, "--resume", "newest"))
+    from penstock.launch import Machines, follow_launcher, launch
+
+    machines = Machines(args.gpus, args.nodes, args.node_rank, args.rendezvous)
+    if machines.ranks > 1 and "RANK" not in os.environ and not args.dry_run:
+        return launch(["train", *words], machines, debug=args.debug)
+    follow_launcher()
     _quiet_libraries(args.debug)
+    from penstock.engine.ranks import find_world
     from penstock.report.console import Console
     from penstock.report.metrics import to_json
     from penstock.train import dry_run
     from penstock.train import train as run
 
-    console = Console(json=args.json, quiet=args.quiet)
+    world = find_world()
+    console = Console(json=args.json, quiet=args.quiet or not world.first)
     start = {"overwrite": args.overwrite, "resume_anyway": args.resume_anyway}
     if args.dry_run:
         outlook = dry_run(args.recipe, console, resume=args.resume, **start)
         if args.json:
             print(json.dumps({"recipe": to_dict(args.recipe), **dataclasses.asdict(outlook)}))
         return 0
-    summary = run(args.recipe, console, resume=args.resume, **start)
+    summary = run(args.recipe, console, resume=args.resume, world=world, **start)
+    if not world.first:
+        return 0
     if args.json:
         print(to_json(summary))
     else:

@@ -54,14 +54,20 @@ def need_of(
 
 
 def choose_homes(
-    need: Need, device: torch.device, states: StateFormat, *, staging_bytes: int, cores: Sequence[int]
+    need: Need,
+    device: torch.device,
+    states: StateFormat,
+    *,
+    staging_bytes: int,
+    cores: Sequence[int],
+    ranks_here: int = 1,
 ) -> Placement:
     """The placement for what is free now. Weights are allocated already; gradients and activations are not."""
     if device.type != "cuda":
         return Placement(need.num_params, 0, 0, 0.0)
     free = torch.cuda.mem_get_info(device)[0]
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    room = Room(free + cached - GPU_RESERVE, available_host_bytes() - HOST_RESERVE)
+    room = Room(free + cached - GPU_RESERVE, (available_host_bytes() - HOST_RESERVE) // ranks_here)
     if room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes:
         return Placement(need.num_params, 0, 0, 0.0)
     room = Room(room.gpu_bytes - staging_bytes, room.host_bytes)
