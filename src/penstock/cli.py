@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt:
-        print("penstock: interrupted", file=sys.stderr)
+        _print_error("interrupted")
         return 130
     except Exception as error:
         if "--debug" in words:

@@ -87,9 +87,11 @@ def train(
             console.say(f"  {num_params / 1e6:,.1f} M parameters on {world.times}{describe(run.device)}")
             engine = NativeEngine(model, recipe, lambda text: console.say(f"  {text}"), world, remainders)
         first_step = saved.step + 1 if saved else 1
-        before = answer_before(model, run, saved)
         if world.first:
             check_disk(run, engine, first_step)
+        before = answer_before(model, run, saved)
+
+        if world.first:
             make_run_dir(recipe, keep_checkpoints=saved is not None and own)
             note_ranks(run_dir, world, describe(run.device))
         progress = Progress(recipe, run.total_steps, console)
@@ -114,7 +116,7 @@ def train(
             if not cut_off or not recipe.keep:
                 with console.phase(f"Exporting to {model_dir}"):
                     if world.many:
-                        export_sharded(model, run.tokenizer, model_dir, recipe, world)
+                        export_sharded(model, run.tokenizer, model_dir, recipe, world, console.say)
                     else:
                         export(model, run.tokenizer, model_dir, trust_remote_code=recipe.trust_remote_code)
         if cut_off:

@@ -26,6 +26,7 @@ from penstock.engine.ranks import World
 from penstock.engine.sharded import load_for_ranks
 from penstock.errors import CheckpointError, DoesNotFit, OutputError
 from penstock.model.attention import stock_attention
+from penstock.model.load import Say
 from penstock.offload.shards import local
 from penstock.offload.state import SavedTensor, whole
 from penstock.recipe import Recipe
@@ -35,7 +36,7 @@ FILE_BYTES = 4 * 10**9
 
 
 def export_sharded(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, recipe: Recipe, world: World
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, recipe: Recipe, world: World, say: Say
 ) -> None:
     """Write model and tokenizer to `directory`, which must not exist yet. All ranks take part."""
     written = directory.with_name(f"{directory.name}.unchecked")
@@ -46,7 +47,12 @@ def export_sharded(
         else:
             send_tensors(parameters)
         world.largest(0)  # the files are there
-        _compare(model, tokenizer, written, recipe, world)
+        if world.largest(int(not written.is_dir())):  # on another machine, whose disk is not this one's
+            say(
+                f"  WARNING: not every machine sees {directory}, so that it was written and not compared with the model"
+            )
+        else:
+            _compare(model, tokenizer, written, recipe, world)
     if world.first:
         written.rename(directory)
 

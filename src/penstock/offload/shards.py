@@ -87,8 +87,8 @@ def sum_over(group: dist.ProcessGroup | None, value: Tensor) -> Tensor:
     """
     if group is None:
         return value
-    parts = value.new_empty((dist.get_world_size(group), *value.shape))
-    dist.all_gather_into_tensor(parts, value.contiguous().view(1, *value.shape), group=group)
+    parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, value.contiguous(), group=group)
     total = parts[0]
     for part in parts[1:]:
         total = total + part
