@@ -82,6 +82,42 @@ class BenchArgs(RecipeArgs):
 
 
 @dataclasses.dataclass(frozen=True)
+class PlanArgs(RecipeArgs):
+    """Say in advance whether a run fits, how fast it will be, and what to change. Needs no GPU and no weights."""
+
+    gpu: str = ""
+    """A machine by name, such as h200, gh200, rtx4090. Empty: this one."""
+    gpus: int = 1
+    """GPUs that share the model."""
+    host_memory: str = ""
+    """Host memory of the machine, such as 480GiB; on a superchip, that of one."""
+    gpu_memory: str = ""
+    """Memory of one GPU, such as 80GiB."""
+    link: str = ""
+    """One-way peak between GPU and host, such as 450GB/s."""
+    cores: int = 0
+    """Cores of the host. 0: as known."""
+    all: Flag = False
+    """Every preset on 1, 2 and 4 GPUs, with the best settings."""
+    remeasure: Flag = False
+    """Measure this machine again, instead of reading what was measured before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorArgs:
+    """Look at machine and software, and say how to fix what is not as it should be."""
+
+    apply: Flag = False
+    """Write the memory-system partitions (resctrl) that are shown. Needs root."""
+    output_dir: str = "."
+    """Where runs would be written: its disk is looked at."""
+    json: Flag = False
+    """Print one JSON object."""
+    debug: Flag = False
+    """Show tracebacks."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ExportArgs:
     """Write the model of a run as a Hugging Face directory, and check that it loads and answers the same."""
 
@@ -257,6 +293,47 @@ def _ratios(text: str) -> tuple[float, ...]:
     return ratios
 
 
+def plan(words: list[str]) -> int:
+    """Predict memory and speed, here or on another machine: penstock plan [RECIPE] [--gpu gh200 --gpus 2]."""
+    args = _parse_with_recipe(PlanArgs, "plan", words, init="random")
+    if args.gpus < 1:
+        raise RecipeError(f"--gpus {args.gpus}: must be at least 1")
+    from penstock.machines import adjusted, find_machine
+    from penstock.plan import report
+
+    known = {"host_memory": args.host_memory, "gpu_memory": args.gpu_memory, "link": args.link, "cores": args.cores}
+    if args.gpu:
+        machine = find_machine(args.gpu, **known)  # type: ignore[arg-type]
+    else:
+        from penstock.probe import this_machine
+
+        measured = this_machine(remeasure=args.remeasure, say=lambda text: print(text, file=sys.stderr))
+        machine = adjusted(measured, **known)  # type: ignore[arg-type]
+    if args.all:
+        cells = report.matrix(machine)
+        rows = [{"preset": c.preset, "gpus": c.gpus, "plan": c.plan and report.as_json(c.plan)} for c in cells]
+        print(json.dumps(rows) if args.json else "\n".join(report.matrix_lines(machine, cells)))
+        return 0
+    found = report.make_report(args.recipe, machine, args.gpus)
+    print(json.dumps(report.report_json(found)) if args.json else "\n".join(report.lines(found)))
+    if not found.plan.fits:
+        raise report.refusal(found, ["penstock", "plan" if args.gpu else "train", *words])
+    return 0
+
+
+def doctor(words: list[str]) -> int:
+    """Look at machine and software, and say how to fix what is wrong: penstock doctor."""
+    args = tyro.cli(DoctorArgs, args=words, prog="penstock doctor")
+    from penstock.doctor import examine, lines
+
+    findings = examine(Path(args.output_dir), apply=args.apply)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+    else:
+        print("\n".join(lines(findings)))
+    return 3 if any(finding.level == "impossible" for finding in findings) else 0
+
+
 def export(words: list[str]) -> int:
     """Write a run's model as a Hugging Face directory, or check its checkpoints: penstock export RUN --to DIR."""
     args = tyro.cli(ExportArgs, args=words, prog="penstock export")
@@ -317,7 +394,9 @@ def _quiet_libraries(debug: bool) -> None:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "data": data,
+    "plan": plan,
     "bench": bench,
+    "doctor": doctor,
     "export": export,
     "generate": generate,
 }

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 import yaml
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -34,13 +35,19 @@ from penstock.checkpoint.run_dir import CHECKPOINTS, check_room, check_run_dir, 
 from penstock.data.loader import Dataset, Position, prepare
 from penstock.engine import Engine
 from penstock.engine.native import NativeEngine
-from penstock.errors import Diverged, DoesNotFit, Interrupted
+from penstock.errors import Diverged, DoesNotFit, Interrupted, UserError
 from penstock.generate import answer
 from penstock.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model, load_tokenizer
+from penstock.plan.predict import Plan
+from penstock.plan.report import compare, make_plan, short
+from penstock.probe import known_machine, this_machine
 from penstock.recipe import Recipe, to_dict
 from penstock.report.console import Console
 from penstock.report.metrics import Answer, Metrics, StepFacts, StepRow, Summary
+
+COMPARED_STEPS = 10
+"""Steps after which reality is compared with the plan."""
 
 
 def train(
@@ -59,6 +66,7 @@ def train(
                 verify_saved(saved, console.say)
         elif resume:
             console.say(f"There is no checkpoint in {run_dir} yet: beginning with step 1")
+        plan = planned(run, console)
         with console.phase(f"Loading {recipe.model}"), memory_advice(recipe):
             model = load_model(recipe, run.config, run.device, console.say)
             stop_at(model, end_tokens(run))
@@ -73,7 +81,7 @@ def train(
         before = answer_before(model, run, saved)
 
         make_run_dir(recipe, keep_checkpoints=saved is not None and own)
-        progress = Progress(recipe, run.total_steps, console)
+        progress = Progress(recipe, run.total_steps, console, plan)
         metrics = Metrics(run_dir, on_row=progress.row)
         if saved:
             with console.phase(f"Taking up the run after step {saved.step:,}"):
@@ -100,6 +108,23 @@ def train(
         after = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt else ""
         dialogue = Answer(recipe.prompt, before, after) if recipe.prompt else None
         return summarize(metrics, model_dir, run_dir, dialogue)
+
+
+def planned(run: Run, console: Console) -> Plan | None:
+    """Say in advance what the run should take. None for a model whose numbers the plan does not know.
+
+    A CPU is not measured for it: there is nothing to place, and the demo would wait for seconds.
+    """
+    gpu = run.device.type == "cuda"
+    machine = this_machine(remeasure=False, say=console.say) if gpu else known_machine()
+    if machine is None or machine.has_gpu != gpu:
+        return None
+    try:
+        plan = make_plan(run.recipe, machine)
+    except UserError:
+        return None
+    console.say(short(plan) if plan.fits else "planned: does not fit; `penstock plan` says what would. Trying anyway.")
+    return plan
 
 
 def check_disk(run: Run, engine: Engine, first_step: int) -> None:
@@ -278,8 +303,9 @@ def lr_at(recipe: Recipe, step: int, total_steps: int) -> float:
 class Progress:
     """Takes each finished step: a line on the console, and an end to the run when gradients stay non-finite."""
 
-    def __init__(self, recipe: Recipe, total_steps: int, console: Console) -> None:
+    def __init__(self, recipe: Recipe, total_steps: int, console: Console, plan: Plan | None = None) -> None:
         self._recipe, self._total_steps, self._console = recipe, total_steps, console
+        self._plan, self._recent = plan, list[float]()  # steps of this process, until they are compared
         self._seconds, self._first_skip, self._skips_in_a_row = 0.0, 0, 0
 
     def catch_up(self, rows: Sequence[StepRow]) -> None:
@@ -293,12 +319,24 @@ class Progress:
         if row.skipped or row.step in (1, self._total_steps) or row.step % self._recipe.log_every == 0:
             left = self._seconds / row.step * (self._total_steps - row.step)
             self._console.step(row, self._total_steps, left)
+        self._compare(row)
         if self._skips_in_a_row >= self._recipe.skip_limit:
             raise Diverged(
                 f"the gradient was not finite in {self._skips_in_a_row} steps in a row",
                 where=f"step {self._first_skip}",
                 remedy="Lower --lr, lengthen --warmup, or look at the data.",
             )
+
+    def _compare(self, row: StepRow) -> None:
+        """After ten steps, what the plan said and what is."""
+        if self._plan is None:
+            return
+        self._recent.append(row.step_seconds)
+        if len(self._recent) == COMPARED_STEPS:
+            gpu_bytes = torch.cuda.max_memory_allocated() if self._plan.machine.has_gpu else 0
+            host_bytes = psutil.Process().memory_info().rss
+            self._console.say(compare(self._plan, self._recent, gpu_bytes, host_bytes))
+            self._plan = None
 
     def _count(self, row: StepRow) -> None:
         self._seconds += row.step_seconds

@@ -85,13 +85,13 @@ def flags_between(old: Plan, new: Plan) -> tuple[str, ...]:
 
 
 TRADES = {
-    "bf16": "moments in bf16, rounded by chance: another run, without bias",
-    "int8": "moments in 8 bits, rounded by chance: another run, with more noise",
+    "bf16": "moments in bf16, rounded by chance (no bias, some noise)",
+    "int8": "moments in 8 bits, rounded by chance (no bias, more noise)",
 }
 
 
-def alternatives(base: Plan, count: int = 3) -> list[Alternative]:
-    """The next best: other settings of the same mathematics first by speed, then no clipping, then fewer bits."""
+def alternatives(base: Plan, count: int = 4) -> list[Alternative]:
+    """The next best: two of the same mathematics, then those that trade something and gain by it, one trade first."""
     found: list[Alternative] = []
     jobs = [base.job] + ([replace(base.job, clip=False, update="auto")] if base.job.clip and base.job.overlap else [])
     for job in jobs:
@@ -101,10 +101,10 @@ def alternatives(base: Plan, count: int = 3) -> list[Alternative]:
                 trades = [] if job is base.job else ["no clipping"]
                 trades += [TRADES[states]] if states != base.settings.states and states in TRADES else []
                 found.append(Alternative(plan, flags_between(base, plan), "; ".join(trades)))
-    ranked = sorted(found, key=lambda other: (bool(other.trades), other.plan.seconds.step))
-    same = [other for other in ranked if not other.trades]
-    faster = [o for o in ranked if o.trades and (not base.fits or o.plan.seconds.step < 0.99 * base.seconds.step)]
-    return (same + faster)[:count]
+    apart = [o for o in found if abs(o.plan.seconds.step / base.seconds.step - 1) > 0.01]
+    same = sorted((o for o in apart if not o.trades), key=lambda o: o.plan.seconds.step)[:2]
+    worth = [o for o in apart if o.trades and o.plan.seconds.step < 0.99 * base.seconds.step]
+    return (same + sorted(worth, key=lambda o: (o.trades.count(";"), o.plan.seconds.step)))[:count]
 
 
 def cheapest_change(base: Plan, free: Free = EVERYTHING) -> Alternative | None:
