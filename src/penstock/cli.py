@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
-import yaml
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
 
 from penstock import __version__
 from penstock.errors import RecipeError, UserError, did_you_mean
 from penstock.presets import PRESETS
-from penstock.recipe import Recipe, to_dict, with_values
+from penstock.recipe import Recipe, to_dict
+from penstock.recipe_file import find_recipe
 
 Flag = Annotated[bool, FlagCreatePairsOff]
 
@@ -418,39 +418,3 @@ def _parse_with_recipe(kind: type[Args], command: str, words: list[str], **chang
     named = bool(words) and not words[0].startswith("-")
     base = dataclasses.replace(find_recipe(words[0] if named else "demo"), **changes)
     return tyro.cli(kind, default=kind(recipe=base), args=words[1:] if named else words, prog=f"penstock {command}")
-
-
-def find_recipe(name: str) -> Recipe:
-    """A preset by name, or a recipe from a YAML file, whose `preset` key names what it starts from."""
-    if name in PRESETS:
-        return PRESETS[name]
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        remedy = did_you_mean(name, PRESETS) + " Or name a .yaml file."
-        raise RecipeError(f"there is no preset {name!r}", remedy=remedy)
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
-    except OSError as error:
-        raise RecipeError(f"cannot be read ({error.strerror})", where=name, remedy="Is the path right?") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"is not YAML: {' '.join(str(error).split())}", where=name) from None
-    if not isinstance(values, dict):
-        raise RecipeError("must hold `field: value` lines", where=name, remedy="For example: lr: 2e-5")
-    preset = values.pop("preset", None)
-    if preset is not None and preset not in PRESETS:
-        raise RecipeError(f"there is no preset {preset!r}", where=name, remedy=did_you_mean(str(preset), PRESETS))
-    base = PRESETS[preset] if preset else Recipe()
-    return with_values(dataclasses.replace(base, name=path.stem), values, where=name)
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key may stand once: PyYAML silently keeps the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)

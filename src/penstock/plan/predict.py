@@ -29,7 +29,17 @@ from penstock.layout import (
 from penstock.machines import Machine
 from penstock.plan import speed
 from penstock.plan.deal import deal
-from penstock.plan.memory import CONTEXT_BYTES, PROCESS_BYTES, Disk, Work, disk, loading_bytes, passing, sharded_bytes
+from penstock.plan.memory import (
+    CONTEXT_BYTES,
+    CPU_PROCESS_BYTES,
+    PROCESS_BYTES,
+    Disk,
+    Work,
+    disk,
+    loading_bytes,
+    passing,
+    sharded_bytes,
+)
 from penstock.plan.place import Need, Placement, Rates, Room, place
 from penstock.presets import Architecture
 
@@ -158,7 +168,7 @@ class Plan:
         found += [Buffer(name, device, int(num_bytes)) for name, num_bytes in moment if num_bytes > 0]
         if on_gpu:
             found.append(Buffer("CUDA context", "gpu", int(CONTEXT_BYTES)))
-        found.append(Buffer("process", "host", int(PROCESS_BYTES)))
+        found.append(Buffer("process", "host", int(PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES)))
         return found
 
     def peak_bytes(self, where: str) -> int:
@@ -181,7 +191,7 @@ def rooms(job: Job, machine: Machine, gpus: int) -> Room:
     """Bytes for everything but the driver and the reserves, on one GPU and in its share of the host."""
     sharing = min(gpus, machine.gpus_per_host or gpus)
     reserve = HOST_RESERVE if machine.has_gpu else min(HOST_RESERVE, machine.host_bytes // 20)
-    host = (machine.host_bytes - reserve) / sharing - PROCESS_BYTES
+    host = (machine.host_bytes - reserve) / sharing - (PROCESS_BYTES if machine.has_gpu else CPU_PROCESS_BYTES)
     if machine.unified:  # one memory for both: what the GPU takes the host has not
         return Room(host - CONTEXT_BYTES, 0.0)
     if not machine.has_gpu:

@@ -103,8 +103,18 @@ def alternatives(base: Plan, count: int = 4) -> list[Alternative]:
                 found.append(Alternative(plan, flags_between(base, plan), "; ".join(trades)))
     apart = [o for o in found if abs(o.plan.seconds.step / base.seconds.step - 1) > 0.01]
     same = sorted((o for o in apart if not o.trades), key=lambda o: o.plan.seconds.step)[:2]
-    worth = [o for o in apart if o.trades and o.plan.seconds.step < 0.99 * base.seconds.step]
-    return (same + sorted(worth, key=lambda o: (o.trades.count(";"), o.plan.seconds.step)))[:count]
+    kept, best = list(same), base.seconds.step
+    for other in sorted(apart, key=_cost):
+        if other.trades and other.plan.seconds.step < 0.99 * best:  # what trades more must gain more
+            best = other.plan.seconds.step
+            kept.append(other)
+    return kept[:count]
+
+
+def _cost(other: Alternative) -> tuple[int, int, float]:
+    """Trades first, then bits, then time."""
+    states = STATE_FORMATS.index(other.plan.settings.states)
+    return other.trades.count(";") + bool(other.trades), states, other.plan.seconds.step
 
 
 def cheapest_change(base: Plan, free: Free = EVERYTHING) -> Alternative | None:
