@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 import yaml
 from torch import Tensor, nn
@@ -38,13 +39,19 @@ from penstock.engine import Engine
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE, World, bind, joined
 from penstock.engine.sharded import load_for_ranks
-from penstock.errors import Diverged, DoesNotFit, Interrupted, RecipeError
+from penstock.errors import Diverged, DoesNotFit, Interrupted, RecipeError, UserError
 from penstock.generate import answer
 from penstock.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model, load_tokenizer
+from penstock.plan.predict import Plan
+from penstock.plan.report import compare, make_plan, short
+from penstock.probe import known_machine, this_machine
 from penstock.recipe import Recipe, to_dict
 from penstock.report.console import Console
 from penstock.report.metrics import Answer, Metrics, StepFacts, StepRow, Summary
+
+COMPARED_STEPS = 10
+"""Steps after which reality is compared with the plan."""
 
 
 def train(
@@ -77,6 +84,7 @@ def train(
                     verify_saved(saved, console.say)
         elif resume:
             console.say(f"There is no checkpoint in {run_dir} yet: beginning with step 1")
+        plan = planned(run, console) if not world.many else None  # the plan is of one GPU
         with console.phase(f"Loading {recipe.model}"), memory_advice(recipe):
             model, remainders = load(run, console, world)
             stop_at(model, end_tokens(run))
@@ -94,7 +102,7 @@ def train(
         if world.first:
             make_run_dir(recipe, keep_checkpoints=saved is not None and own)
             note_ranks(run_dir, world, describe(run.device))
-        progress = Progress(recipe, run.total_steps, console)
+        progress = Progress(recipe, run.total_steps, console, plan)
         metrics = Metrics(run_dir, on_row=progress.row, write=world.first)
         if saved:
             with console.phase(f"Taking up the run after step {saved.step:,}"):
@@ -141,6 +149,23 @@ def load(run: Run, console: Console, world: World) -> tuple[PreTrainedModel, dic
         return load_model(run.recipe, run.config, run.device, console.say), {}
     sharded = load_for_ranks(run.recipe, run.config, run.device, world.size, console.say)
     return sharded.model, sharded.remainders
+
+
+def planned(run: Run, console: Console) -> Plan | None:
+    """Say in advance what the run should take. None for a model whose numbers the plan does not know.
+
+    A CPU is not measured for it: there is nothing to place, and the demo would wait for seconds.
+    """
+    gpu = run.device.type == "cuda"
+    machine = this_machine(remeasure=False, say=console.say) if gpu else known_machine()
+    if machine is None or machine.has_gpu != gpu:
+        return None
+    try:
+        plan = make_plan(run.recipe, machine)
+    except UserError:
+        return None
+    console.say(short(plan) if plan.fits else "planned: does not fit; `penstock plan` says what would. Trying anyway.")
+    return plan
 
 
 def check_disk(run: Run, engine: Engine, first_step: int) -> None:
@@ -321,8 +346,9 @@ def lr_at(recipe: Recipe, step: int, total_steps: int) -> float:
 class Progress:
     """Takes each finished step: a line on the console, and an end to the run when gradients stay non-finite."""
 
-    def __init__(self, recipe: Recipe, total_steps: int, console: Console) -> None:
+    def __init__(self, recipe: Recipe, total_steps: int, console: Console, plan: Plan | None = None) -> None:
         self._recipe, self._total_steps, self._console = recipe, total_steps, console
+        self._plan, self._recent = plan, list[float]()  # steps of this process, until they are compared
         self._seconds, self._first_skip, self._skips_in_a_row = 0.0, 0, 0
 
     def catch_up(self, rows: Sequence[StepRow]) -> None:
@@ -336,12 +362,24 @@ class Progress:
         if row.skipped or row.step in (1, self._total_steps) or row.step % self._recipe.log_every == 0:
             left = self._seconds / row.step * (self._total_steps - row.step)
             self._console.step(row, self._total_steps, left)
+        self._compare(row)
         if self._skips_in_a_row >= self._recipe.skip_limit:
             raise Diverged(
                 f"the gradient was not finite in {self._skips_in_a_row} steps in a row",
                 where=f"step {self._first_skip}",
                 remedy="Lower --lr, lengthen --warmup, or look at the data.",
             )
+
+    def _compare(self, row: StepRow) -> None:
+        """After ten steps, what the plan said and what is."""
+        if self._plan is None:
+            return
+        self._recent.append(row.step_seconds)
+        if len(self._recent) == COMPARED_STEPS:
+            gpu_bytes = torch.cuda.max_memory_allocated() if self._plan.machine.has_gpu else 0
+            host_bytes = psutil.Process().memory_info().rss
+            self._console.say(compare(self._plan, self._recent, gpu_bytes, host_bytes))
+            self._plan = None
 
     def _count(self, row: StepRow) -> None:
         self._seconds += row.step_seconds

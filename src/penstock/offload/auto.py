@@ -8,15 +8,10 @@ import torch
 
 from penstock.errors import DoesNotFit
 from penstock.hardware import available_host_bytes
-from penstock.offload.formats import BLOCK, FORMATS, StateFormat
+from penstock.layout import BLOCK, GPU_RESERVE, HOST_RESERVE
+from penstock.offload.formats import FORMATS, StateFormat
 from penstock.offload.rates import measure_rates
 from penstock.plan.place import Need, Placement, Room, place
-
-GPU_RESERVE = 5 * 2**30
-"""Left free on the GPU: fragments, workspaces, and gradients that the host, running ahead, has let go and the device
-has not. With less, the allocator waits for the device to get its memory back, and the host is ahead no longer."""
-HOST_RESERVE = 6 * 2**30
-"""Left free on the host: the data, the page cache of a checkpoint being written, everything else that runs."""
 
 
 def need_of(

@@ -19,14 +19,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.offload.arena import Arena, padded
+from penstock.layout import NUM_SLOTS, padded
+from penstock.offload.arena import Arena
 from penstock.offload.formats import StateFormat, StateView
 from penstock.offload.kernels import adamw_
 from penstock.offload.lanes import Lane, Mark, Tape, main_mark
 from penstock.offload.pool import Pool
-
-NUM_SLOTS = 4
-"""Staging slots of `stream`: one arriving, one updating, one leaving, one to absorb jitter."""
 
 
 @dataclass(frozen=True)

@@ -27,22 +27,19 @@ from torch.distributed.tensor import DTensor
 
 from penstock.errors import RecipeError
 from penstock.hardware import near_cores
+from penstock.layout import DEFAULT_CHUNK, NUM_SLOTS, STREAM_QUEUE, HomeName
 from penstock.offload.auto import choose_homes, need_of
-from penstock.offload.deal import HomeName, deal
 from penstock.offload.formats import StateName, StateView, format_named
-from penstock.offload.homes import NUM_SLOTS, Chunk, Coefficients, Home, HostHome, ResidentHome, StreamHome, Update
+from penstock.offload.homes import Chunk, Coefficients, Home, HostHome, ResidentHome, StreamHome, Update
 from penstock.offload.kernels import GO, split
 from penstock.offload.lanes import Mark, Tape, ToHost, main_mark, main_waits
 from penstock.offload.norm import Norm, Scalars, clip
 from penstock.offload.saved import check_format, read_state, write_state
 from penstock.offload.shards import check_blocks, gather_waits, group_of, local, local_start
 from penstock.offload.units import Unit, find_units
+from penstock.plan.deal import deal
 
 Schedule = Literal["after-norm", "in-backward"]
-DEFAULT_CHUNK = 1 << 24
-"""Elements in a chunk: 160 MiB of fp32 state, long enough a copy to run at the link's full rate."""
-STREAM_QUEUE = 16
-"""Chunks that may wait for a slot during backward: their gradients take memory that the plan does not know of."""
 
 
 @dataclass(frozen=True)
