@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -77,7 +78,8 @@ def _write(
     try:
         written.mkdir(parents=True)
         config = model.config
-        config.architectures = [type(model).__mro__[1].__name__]  # FSDP2 has put a class of its own before it
+        # FSDP2 makes the model's class one of its own, in front of what it was.
+        config.architectures = [next(k for k in type(model).__mro__[1:] if k is not FSDPModule).__name__]
         config.save_pretrained(written)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(written)

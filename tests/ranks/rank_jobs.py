@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,16 +13,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.checkpoint import export_sharded
 from penstock.checkpoint.resume import model_fingerprint
 from penstock.data.loader import Position, prepare
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import bind, find_world, joined
 from penstock.engine.sharded import load_for_ranks
-from penstock.errors import RecipeError
+from penstock.errors import ModelError, RecipeError
+from penstock.model.attention import use_attention
 from penstock.model.load import load_config, load_model, load_tokenizer
+from penstock.model.sharded import _read
+from penstock.model.source import find_source
 from penstock.offload import homes
 from penstock.offload.optimizer import OffloadAdamW
-from penstock.offload.shards import local, local_start
+from penstock.offload.shards import extents, local, local_start
 from penstock.offload.state import state_tensors
 from penstock.presets import PRESETS
 
@@ -209,3 +214,51 @@ def agreement():
             "cores": bind(world, CPU),
             "groups": dist.is_initialized(),
         }
+
+
+def cutting(shapes):
+    """What FSDP2 gives this rank of parameters, and where we say it lies."""
+    world = find_world()
+    with joined(world, CPU):
+        model = nn.Module()
+        wholes = [torch.arange(float(torch.Size(shape).numel())).view(shape) for shape in shapes]
+        for number, tensor in enumerate(wholes):
+            model.register_parameter(f"p{number}", nn.Parameter(tensor.clone()))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
+        cuts = []
+        for p, tensor in zip(model.parameters(), wholes, strict=True):
+            own = local(p).flatten()
+            start = int(own[0]) if own.numel() else extents(p)[world.rank][0]
+            cuts.append({
+                "extent": extents(p)[world.rank], "found": (start, own.numel()), "all": extents(p),
+                "total": tensor.numel(),
+            })  # fmt: skip
+        return cuts
+
+
+def refused(directory, method, gguf):
+    """The error for a model that cannot be read in rows."""
+    world = find_world()
+    recipe = dataclasses.replace(tiny(), model=directory, init="pretrained", shape=None)
+    with joined(world, CPU):
+        config = load_config(recipe)
+        if method:
+            config.quantization_config = {"quant_method": method}
+        source = dataclasses.replace(find_source(directory, None), gguf_file=gguf or None)
+        try:
+            _read(recipe, config, source, CPU, lambda model: None, silent)
+        except ModelError as error:
+            return str(error)
+
+
+def exporting(directory, preset):
+    """Export a sharded model in small files, after a step's worth of change."""
+    world = find_world()
+    export_sharded.FILE_BYTES = 40_000
+    recipe = tiny(preset, init="random")
+    with joined(world, CPU):
+        model, _ = load(world, recipe)
+        tokenizer = load_tokenizer(recipe)
+        use_attention(model, "auto")
+        export_sharded.export_sharded(model, tokenizer, Path(directory), recipe, world, print)
+        return {name: whole(p) for name, p in model.named_parameters()}
