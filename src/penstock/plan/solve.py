@@ -103,10 +103,10 @@ def alternatives(base: Plan, count: int = 4) -> list[Alternative]:
                 found.append(Alternative(plan, flags_between(base, plan), "; ".join(trades)))
     apart = [o for o in found if abs(o.plan.seconds.step / base.seconds.step - 1) > 0.01]
     same = sorted((o for o in apart if not o.trades), key=lambda o: o.plan.seconds.step)[:2]
-    kept, best = list(same), base.seconds.step
+    kept, fastest = list(same), base.seconds.step
     for other in sorted(apart, key=_cost):
-        if other.trades and other.plan.seconds.step < 0.99 * best:  # what trades more must gain more
-            best = other.plan.seconds.step
+        if other.trades and other.plan.seconds.step < 0.99 * fastest:  # what trades more must gain more
+            fastest = other.plan.seconds.step
             kept.append(other)
     return kept[:count]
 
