@@ -106,6 +106,8 @@ class PlanArgs(RecipeArgs):
     """One-way peak between GPU and host, such as 450GB/s."""
     cores: int = 0
     """Cores of the host. 0: as known."""
+    best: Flag = False
+    """Choose state format, micro-batch and recompute: the fastest that fit, exact state before any other."""
     all: Flag = False
     """Every preset on 1, 2 and 4 GPUs, with the best settings."""
     remeasure: Flag = False
@@ -342,7 +344,7 @@ def plan(words: list[str]) -> int:
         rows = [{"preset": c.preset, "gpus": c.gpus, "plan": c.plan and report.as_json(c.plan)} for c in cells]
         print(json.dumps(rows) if args.json else "\n".join(report.matrix_lines(machine, cells)))
         return 0
-    found = report.make_report(args.recipe, machine, args.gpus)
+    found = report.make_report(args.recipe, machine, args.gpus, best=args.best)
     print(json.dumps(report.report_json(found)) if args.json else "\n".join(report.lines(found)))
     if not found.plan.fits:
         raise report.refusal(found, ["penstock", "plan" if args.gpu else "train", *words])

@@ -140,3 +140,12 @@ def test_the_matrix_takes_a_second_or_two():
     start = time.process_time()
     matrix(MACHINES["gh200"])
     assert time.process_time() - start < 3
+
+
+def test_the_solver_is_free_when_asked(capsys):
+    assert main(["plan", "llama-8b", "--gpu", "h200", "--best"]) == 0
+    assert "chosen by the solver: --micro-batch-size 1 --recompute none" in capsys.readouterr().out
+    assert main(["plan", "gpt-oss-20b", "--gpu", "h200", "--best", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["fits"], found["settings"]["states"]) == (True, "bf16")
+    assert "--states bf16" in found["flags"]

@@ -18,7 +18,7 @@ from penstock.machines import MACHINES, Machine
 from penstock.plan.architecture import architecture_of
 from penstock.plan.outlook import RunLength, run_length
 from penstock.plan.predict import Job, Plan, Settings, largest_parts, predict
-from penstock.plan.solve import EVERYTHING, Alternative, alternatives, cheapest_change, solve
+from penstock.plan.solve import EVERYTHING, Alternative, alternatives, cheapest_change, flags_between, solve
 from penstock.presets import ARCHITECTURES, PRESETS
 from penstock.recipe import Recipe, parse_homes
 
@@ -36,6 +36,8 @@ class Report:
     plan: Plan
     length: RunLength | None
     others: tuple[Alternative, ...]
+    flags: tuple[str, ...] = ()
+    """What the solver changed in the recipe, if it was free to."""
 
 
 def job_of(recipe: Recipe, dtype_bytes: int = 2) -> Job:
@@ -75,10 +77,14 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
     return predict(job, settings_of(recipe, job.architecture.layers, gpus), machine, gpus)
 
 
-def make_report(recipe: Recipe, machine: Machine, gpus: int = 1) -> Report:
-    """The plan, the whole run, and what else could be done."""
-    plan = make_plan(recipe, machine, gpus)
-    return Report(recipe.name, plan, run_length(recipe), tuple(alternatives(plan)) if plan.fits else ())
+def make_report(recipe: Recipe, machine: Machine, gpus: int = 1, *, best: bool = False) -> Report:
+    """The plan, the whole run, and what else could be done. `best`: format, micro-batch and recompute are free."""
+    plan, flags = make_plan(recipe, machine, gpus), tuple[str, ...]()
+    chosen = solve(plan.job, machine, gpus) if best else None
+    if chosen is not None:
+        plan, flags = chosen, flags_between(plan, chosen)
+    others = tuple(alternatives(plan)) if plan.fits else ()
+    return Report(recipe.name, plan, run_length(recipe), others, flags)
 
 
 # --- for people ---------------------------------------------------------------------------------------------------
@@ -124,6 +130,7 @@ def lines(report: Report) -> list[str]:
         f"{report.name} on {gpus_in_words(machine, plan.gpus)}: {_count(plan.num_params)} parameters, "
         f"{_rows(job.batch_size)} of {job.length:,} tokens a step",
         f"  {headline(plan)}" + ("" if plan.fits else ": does not fit"),
+        *([f"  chosen by the solver: {' '.join(report.flags)}"] if report.flags else []),
         "",
         *_memory(plan),
     ]
@@ -358,4 +365,10 @@ def report_json(report: Report) -> dict[str, Any]:
     others = [{"flags": list(o.flags), "trades": o.trades, **as_json(o.plan)} for o in report.others]
     length = asdict(report.length) if report.length else None
     sources = {"sources": list(report.plan.machine.sources)}
-    return {"recipe": report.name, **as_json(report.plan), "run": length, "alternatives": others, **sources}
+    return {
+        "recipe": report.name,
+        **as_json(report.plan),
+        "run": length,
+        "flags": report.flags,
+        "alternatives": others,
+    } | sources
