@@ -1,6 +1,11 @@
-"""Shared by all tests: no network, a private cache, one thread a worker when tests run in parallel."""
+"""Shared by all tests: no network, a private cache, one thread a worker when tests run in parallel, and ranks."""
 
+import json
 import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
@@ -16,9 +21,49 @@ hypothesis.settings.register_profile("house", deadline=None)  # a busy machine i
 hypothesis.settings.load_profile("house")
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+RANKS = Path(__file__).parent / "ranks"
+sys.path.insert(0, str(RANKS))  # for rank_jobs.py: pytest's importlib mode does not do it
 
 
 @pytest.fixture(autouse=True, scope="session")
 def private_cache(tmp_path_factory):
     """Tokenized rows go to a directory of this session, never to the user's."""
     os.environ["PENSTOCK_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory, private_cache):
+    """`ranks(job, 2, ...)`: what the job returns on each of two ranks. See ranks/rank_server.py."""
+    process = subprocess.Popen(
+        [sys.executable, RANKS / "rank_server.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Threads do not survive a fork: a pool that an import had started would never answer a rank.
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        },
+    )
+    assert process.stdout.readline() == "[]\n", "the rank server did not start"
+
+    def run(job, count, **args):
+        out = tmp_path_factory.mktemp(f"{job}-{count}")
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        request = {"job": job, "ranks": count, "port": port, "out": str(out), "args": args}
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        codes = json.loads(process.stdout.readline())
+        logs = "\n".join(path.read_text() for path in sorted(out.glob("*.log")))
+        assert codes == [0] * count, f"{codes}\n{logs}"
+        return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(count)]
+
+    yield run
+    process.stdin.close()
+    assert process.wait(timeout=10) == 0

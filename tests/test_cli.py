@@ -54,6 +54,10 @@ def test_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):
         (["bench", "demo", "--updates", "after-nrm"], "Did you mean 'after-norm'?"),
         (["bench", "demo", "--peer-ratio", "2"], "between 0 and 1"),
         (["bench", "demo", "--steps", "0"], "must be positive"),
+        (["plan", "llama-8b", "--gpu", "h20"], "Did you mean 'h200'?"),
+        (["plan", "llama-8b", "--gpu", "h200", "--gpus", "0"], "--gpus 0: must be at least 1"),
+        (["plan", "llama-8b", "--gpu", "h200", "--host-memory", "lots"], "is not a size"),
+        (["plan", "demo", "--model", "nobody/nothing", "--gpu", "h200"], "neither here nor in Hugging Face's cache"),
         (["generate", "no-such-run", "hello"], "not the directory of a run"),
         (["export", "no-such-run", "--to", "x"], "not the directory of a run"),
         (["export", "no-such-run", "--verify"], "not the directory of a run"),
@@ -120,7 +124,7 @@ def test_resume_stands_alone_or_with_a_path(words, filled):
 def test_help_lists_every_command(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in ("train", "data", "bench", "export", "generate", "llama-8b"))
+    assert all(word in text for word in ("train", "data", "plan", "bench", "doctor", "export", "generate", "llama-8b"))
     assert main(["--version"]) == 0
 
 

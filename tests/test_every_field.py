@@ -25,6 +25,7 @@ CHANGES = {
     "trust_remote_code": {"trust_remote_code": True},
     "device": None,
     "dtype": {"dtype": "bf16" if pick_dtype("auto", torch.device("cpu")) == "fp32" else "fp32"},
+    "reduce_dtype": None,
     "attention": {"attention": "eager"},
     "recompute": {"recompute": "full"},
     "compile": None,
@@ -102,6 +103,7 @@ ELSEWHERE = {
     "data_split": "tests/data/test_source.py",
     "eval_split": "tests/data/test_loader.py",
     "device": "tests/test_hardware.py",
+    "reduce_dtype": "tests/engine/test_sharded.py",
     "skip_limit": "tests/test_train.py",
 }
 

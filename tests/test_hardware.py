@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -53,3 +55,11 @@ def test_near_cores_are_those_of_the_gpus_node(tmp_path, monkeypatch, local, exp
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     assert near_cores(torch.device("cuda")) == expected
     assert near_cores(torch.device("cpu")) == [0, 1]
+
+
+def test_a_limit_of_addresses_counts():
+    code = (
+        "import resource; from penstock.hardware import available_host_bytes as free; before = free();"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30)); assert free() < min(before, 2**30), free()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,13 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
-import yaml
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
 
 from penstock import __version__
 from penstock.errors import RecipeError, UserError, did_you_mean
 from penstock.presets import PRESETS
-from penstock.recipe import Recipe, to_dict, with_values
+from penstock.recipe import Recipe, to_dict
+from penstock.recipe_file import find_recipe
 
 Flag = Annotated[bool, FlagCreatePairsOff]
 
@@ -47,6 +48,14 @@ class TrainArgs(RecipeArgs):
     """Go on also if recipe or data are not those of the checkpoint."""
     quiet: Flag = False
     """Print nothing but the result and errors."""
+    gpus: int = 1
+    """GPUs of this machine, one process each; on a machine without any, processes on its CPU."""
+    nodes: int = 1
+    """Machines. The command is given on each of them, with its --node-rank."""
+    node_rank: int = 0
+    """Which of the machines this is, from 0."""
+    rendezvous: str = ""
+    """HOST:PORT on the first machine, where all find each other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +88,44 @@ class BenchArgs(RecipeArgs):
     """Modes of DeepSpeed."""
     peer_ratio: str = "0.3"
     """Shares of its state that DeepSpeed offloads, such as 0.3,0.8."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanArgs(RecipeArgs):
+    """Say in advance whether a run fits, how fast it will be, and what to change. Needs no GPU and no weights."""
+
+    gpu: str = ""
+    """A machine by name, such as h200, gh200, rtx4090. Empty: this one."""
+    gpus: int = 1
+    """GPUs that share the model."""
+    host_memory: str = ""
+    """Host memory of the machine, such as 480GiB; on a superchip, that of one."""
+    gpu_memory: str = ""
+    """Memory of one GPU, such as 80GiB."""
+    link: str = ""
+    """One-way peak between GPU and host, such as 450GB/s."""
+    cores: int = 0
+    """Cores of the host. 0: as known."""
+    best: Flag = False
+    """Choose state format, micro-batch and recompute: the fastest that fit, exact state before any other."""
+    all: Flag = False
+    """Every preset on 1, 2 and 4 GPUs, with the best settings."""
+    remeasure: Flag = False
+    """Measure this machine again, instead of reading what was measured before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorArgs:
+    """Look at machine and software, and say how to fix what is not as it should be."""
+
+    apply: Flag = False
+    """Write the memory-system partitions (resctrl) that are shown. Needs root."""
+    output_dir: str = "."
+    """Where runs would be written: its disk is looked at."""
+    json: Flag = False
+    """Print one JSON object."""
+    debug: Flag = False
+    """Show tracebacks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,21 +176,30 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         if "--debug" in words:
             traceback.print_exc()
-        print(f"penstock: {error}", file=sys.stderr)
+        _print_error(str(error))
         return error.exit_code
     except SystemExit as error:  # tyro has printed help or a usage error already
         return error.code if isinstance(error.code, int) else 2
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt:
-        print("penstock: interrupted", file=sys.stderr)
+        _print_error("interrupted")
         return 130
     except Exception as error:
         if "--debug" in words:
             traceback.print_exc()
         remedy = "" if "--debug" in words else "\n  Run it again with --debug for the traceback, and please report it."
-        print(f"penstock: this is a bug: {type(error).__name__}: {error}{remedy}", file=sys.stderr)
+        _print_error(f"this is a bug: {type(error).__name__}: {error}{remedy}")
         return 1
+
+
+def _print_error(message: str) -> None:
+    """On standard error; a rank leaves it to its launcher, so that it is shown once."""
+    from penstock.launch import leave_error
+
+    if not leave_error(message):
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        print(f"penstock: {rank}{message}", file=sys.stderr)
 
 
 def _dispatch(words: list[str]) -> int:
@@ -169,20 +225,30 @@ def _usage() -> str:
 def train(words: list[str]) -> int:
     """Fine-tune a model: penstock train [RECIPE] [--flags]."""
     args = _parse_with_recipe(TrainArgs, "train", _with_value(words, "--resume", "newest"))
+    from penstock.launch import Machines, follow_launcher, launch
+
+    machines = Machines(args.gpus, args.nodes, args.node_rank, args.rendezvous)
+    if machines.ranks > 1 and "RANK" not in os.environ and not args.dry_run:
+        return launch(["train", *words], machines, debug=args.debug)
+    follow_launcher()
     _quiet_libraries(args.debug)
+    from penstock.engine.ranks import find_world
     from penstock.report.console import Console
     from penstock.report.metrics import to_json
     from penstock.train import dry_run
     from penstock.train import train as run
 
-    console = Console(json=args.json, quiet=args.quiet)
+    world = find_world()
+    console = Console(json=args.json, quiet=args.quiet or not world.first)
     start = {"overwrite": args.overwrite, "resume_anyway": args.resume_anyway}
     if args.dry_run:
         outlook = dry_run(args.recipe, console, resume=args.resume, **start)
         if args.json:
             print(json.dumps({"recipe": to_dict(args.recipe), **dataclasses.asdict(outlook)}))
         return 0
-    summary = run(args.recipe, console, resume=args.resume, **start)
+    summary = run(args.recipe, console, resume=args.resume, world=world, **start)
+    if not world.first:
+        return 0
     if args.json:
         print(to_json(summary))
     else:
@@ -257,6 +323,47 @@ def _ratios(text: str) -> tuple[float, ...]:
     return ratios
 
 
+def plan(words: list[str]) -> int:
+    """Predict memory and speed, here or on another machine: penstock plan [RECIPE] [--gpu gh200 --gpus 2]."""
+    args = _parse_with_recipe(PlanArgs, "plan", words, init="random")
+    if args.gpus < 1:
+        raise RecipeError(f"--gpus {args.gpus}: must be at least 1")
+    from penstock.machines import adjusted, find_machine
+    from penstock.plan import report
+
+    known = {"host_memory": args.host_memory, "gpu_memory": args.gpu_memory, "link": args.link, "cores": args.cores}
+    if args.gpu:
+        machine = find_machine(args.gpu, **known)  # type: ignore[arg-type]
+    else:
+        from penstock.probe import this_machine
+
+        measured = this_machine(remeasure=args.remeasure, say=lambda text: print(text, file=sys.stderr))
+        machine = adjusted(measured, **known)  # type: ignore[arg-type]
+    if args.all:
+        cells = report.matrix(machine)
+        rows = [{"preset": c.preset, "gpus": c.gpus, "plan": c.plan and report.as_json(c.plan)} for c in cells]
+        print(json.dumps(rows) if args.json else "\n".join(report.matrix_lines(machine, cells)))
+        return 0
+    found = report.make_report(args.recipe, machine, args.gpus, best=args.best)
+    print(json.dumps(report.report_json(found)) if args.json else "\n".join(report.lines(found)))
+    if not found.plan.fits:
+        raise report.refusal(found, ["penstock", "plan" if args.gpu else "train", *words])
+    return 0
+
+
+def doctor(words: list[str]) -> int:
+    """Look at machine and software, and say how to fix what is wrong: penstock doctor."""
+    args = tyro.cli(DoctorArgs, args=words, prog="penstock doctor")
+    from penstock.doctor import examine, lines
+
+    findings = examine(Path(args.output_dir), apply=args.apply)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+    else:
+        print("\n".join(lines(findings)))
+    return 3 if any(finding.level == "impossible" for finding in findings) else 0
+
+
 def export(words: list[str]) -> int:
     """Write a run's model as a Hugging Face directory, or check its checkpoints: penstock export RUN --to DIR."""
     args = tyro.cli(ExportArgs, args=words, prog="penstock export")
@@ -317,7 +424,9 @@ def _quiet_libraries(debug: bool) -> None:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "data": data,
+    "plan": plan,
     "bench": bench,
+    "doctor": doctor,
     "export": export,
     "generate": generate,
 }
@@ -339,39 +448,3 @@ def _parse_with_recipe(kind: type[Args], command: str, words: list[str], **chang
     named = bool(words) and not words[0].startswith("-")
     base = dataclasses.replace(find_recipe(words[0] if named else "demo"), **changes)
     return tyro.cli(kind, default=kind(recipe=base), args=words[1:] if named else words, prog=f"penstock {command}")
-
-
-def find_recipe(name: str) -> Recipe:
-    """A preset by name, or a recipe from a YAML file, whose `preset` key names what it starts from."""
-    if name in PRESETS:
-        return PRESETS[name]
-    path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
-        remedy = did_you_mean(name, PRESETS) + " Or name a .yaml file."
-        raise RecipeError(f"there is no preset {name!r}", remedy=remedy)
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
-    except OSError as error:
-        raise RecipeError(f"cannot be read ({error.strerror})", where=name, remedy="Is the path right?") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"is not YAML: {' '.join(str(error).split())}", where=name) from None
-    if not isinstance(values, dict):
-        raise RecipeError("must hold `field: value` lines", where=name, remedy="For example: lr: 2e-5")
-    preset = values.pop("preset", None)
-    if preset is not None and preset not in PRESETS:
-        raise RecipeError(f"there is no preset {preset!r}", where=name, remedy=did_you_mean(str(preset), PRESETS))
-    base = PRESETS[preset] if preset else Recipe()
-    return with_values(dataclasses.replace(base, name=path.stem), values, where=name)
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key may stand once: PyYAML silently keeps the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -83,6 +85,9 @@ def available_host_bytes() -> int:
             continue
         if limit.isdigit():
             available = min(available, max(0, int(limit) - usage))
+    limit_bytes = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit_bytes != resource.RLIM_INFINITY:  # of addresses, so that what is merely mapped counts too
+        available = min(available, max(0, limit_bytes - int(psutil.Process().memory_info().vms)))
     return available
 
 
@@ -100,3 +105,55 @@ CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
+
+
+@dataclass(frozen=True)
+class PciGpu:
+    """A GPU as the kernel's list of devices has it: found without a driver library."""
+
+    address: str
+    node: int
+    """NUMA node, or -1 where there is one only."""
+    cores: tuple[int, ...]
+    """Cores near it."""
+    link_speed: str
+    link_speed_max: str
+    link_width: int
+    link_width_max: int
+
+    @property
+    def below_its_width(self) -> bool:
+        """Fewer lanes than it could have. Speed is no sign: an idle GPU slows its link down to save power."""
+        return 0 < self.link_width < self.link_width_max
+
+
+_GPU_VENDORS = ("0x10de", "0x1002")
+_GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
+
+
+def pci_gpus(devices: Path | None = None) -> list[PciGpu]:
+    """Every GPU in the machine with its NUMA node, near cores and PCIe link."""
+    found: list[PciGpu] = []
+    root = PCI_DEVICES if devices is None else devices
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        if _read(path / "vendor") not in _GPU_VENDORS or _read(path / "class")[:6] not in _GPU_CLASSES:
+            continue
+        node, widths = _read(path / "numa_node"), [_read(path / f"{n}_link_width") for n in ("current", "max")]
+        found.append(
+            PciGpu(
+                path.name,
+                int(node) if node.lstrip("-").isdigit() else -1,
+                tuple(sorted(parse_cores(_read(path / "local_cpulist")))),
+                _read(path / "current_link_speed"),
+                _read(path / "max_link_speed"),
+                *(int(width) if width.isdigit() else 0 for width in widths),
+            )
+        )
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""

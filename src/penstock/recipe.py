@@ -42,6 +42,8 @@ class Recipe:
     """Where the model runs. `auto`: the GPU if there is one."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Working precision of weights and arithmetic; masters are fp32 anyway. `auto`: fp32 on a CPU without bf16."""
+    reduce_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Precision in which several ranks add up their gradients. Those of fp32 weights are added in fp32 anyway."""
     attention: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"] = "auto"
     """How attention is computed. All of them respect example boundaries; `auto` is varlen."""
     recompute: Literal["full", "none"] | int = "none"

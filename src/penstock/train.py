@@ -6,15 +6,18 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 import yaml
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from penstock.checkpoint.export import export
+from penstock.checkpoint.export_sharded import export_sharded
 from penstock.checkpoint.lock import claim
 from penstock.checkpoint.resume import (
     Identity,
@@ -30,76 +33,139 @@ from penstock.checkpoint.resume import (
     saved_metrics,
     verify_saved,
 )
-from penstock.checkpoint.run_dir import CHECKPOINTS, check_room, check_run_dir, make_run_dir
+from penstock.checkpoint.run_dir import CHECKPOINTS, check_room, check_run_dir, make_run_dir, note_ranks
 from penstock.data.loader import Dataset, Position, prepare
 from penstock.engine import Engine
 from penstock.engine.native import NativeEngine
-from penstock.errors import Diverged, DoesNotFit, Interrupted
+from penstock.engine.ranks import ALONE, World, bind, joined
+from penstock.engine.sharded import load_for_ranks
+from penstock.errors import Diverged, DoesNotFit, Interrupted, RecipeError, UserError
 from penstock.generate import answer
 from penstock.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model, load_tokenizer
+from penstock.plan.predict import Plan
+from penstock.plan.report import compare, make_plan, short
+from penstock.probe import known_machine, this_machine
 from penstock.recipe import Recipe, to_dict
 from penstock.report.console import Console
 from penstock.report.metrics import Answer, Metrics, StepFacts, StepRow, Summary
 
+COMPARED_STEPS = 10
+"""Steps after which reality is compared with the plan."""
+
 
 def train(
-    recipe: Recipe, console: Console, *, overwrite: bool = False, resume: str = "", resume_anyway: bool = False
+    recipe: Recipe,
+    console: Console,
+    *,
+    overwrite: bool = False,
+    resume: str = "",
+    resume_anyway: bool = False,
+    world: World = ALONE,
 ) -> Summary:
-    """Run the recipe and return what `penstock train` prints. `resume`: nothing, `newest`, or a path."""
+    """Run the recipe and return what `penstock train` prints. `resume`: nothing, `newest`, or a path.
+
+    Of several ranks all run this; the first one alone reads and writes the directory of the run.
+    """
     run_dir, own = recipe.run_dir, goes_on_in(recipe.run_dir, resume)
-    check_run_dir(run_dir, overwrite=overwrite or own)
-    with claim(run_dir):
-        saved = find_start(run_dir, resume, overwrite=overwrite)
-        run = prepare_run(recipe, console)
+    check_batch(recipe, world)
+    if world.first:
+        check_run_dir(run_dir, overwrite=overwrite or own)
+    device = world.pick(pick_device(recipe.device))
+    with joined(world, device), claim(run_dir) if world.first else nullcontext():
+        bind(world, device)
+        saved = world.share(lambda: find_start(run_dir, resume, overwrite=overwrite))
+        run = prepare_run(recipe, console, world)
         recipe = run.recipe
         if saved:
             check_same_run(saved, recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
             with console.phase(f"Checking {saved.checkpoint.path}"):
-                verify_saved(saved, console.say)
+                if world.first:
+                    verify_saved(saved, console.say)
         elif resume:
             console.say(f"There is no checkpoint in {run_dir} yet: beginning with step 1")
+        plan = planned(run, console) if not world.many else None  # the plan is of one GPU
         with console.phase(f"Loading {recipe.model}"), memory_advice(recipe):
-            model = load_model(recipe, run.config, run.device, console.say)
+            model, remainders = load(run, console, world)
             stop_at(model, end_tokens(run))
-            fingerprint = model_fingerprint(model, values=recipe.init == "pretrained")
+            fingerprint = model_fingerprint(model, values=recipe.init == "pretrained", remainders=remainders)
             if saved:
                 check_same_model(saved, fingerprint, anyway=resume_anyway)
             num_params = sum(p.numel() for p in model.parameters())
-            console.say(f"  {num_params / 1e6:,.1f} M parameters on {describe(run.device)}")
-            engine = NativeEngine(model, recipe, lambda text: console.say(f"  {text}"))
+            console.say(f"  {num_params / 1e6:,.1f} M parameters on {world.times}{describe(run.device)}")
+            engine = NativeEngine(model, recipe, lambda text: console.say(f"  {text}"), world, remainders)
         first_step = saved.step + 1 if saved else 1
-        check_disk(run, engine, first_step)
+        if world.first:
+            check_disk(run, engine, first_step)
         before = answer_before(model, run, saved)
 
-        make_run_dir(recipe, keep_checkpoints=saved is not None and own)
-        progress = Progress(recipe, run.total_steps, console)
-        metrics = Metrics(run_dir, on_row=progress.row)
+        if world.first:
+            make_run_dir(recipe, keep_checkpoints=saved is not None and own)
+            note_ranks(run_dir, world, describe(run.device))
+        progress = Progress(recipe, run.total_steps, console, plan)
+        metrics = Metrics(run_dir, on_row=progress.row, write=world.first)
         if saved:
             with console.phase(f"Taking up the run after step {saved.step:,}"):
-                metrics.restore(saved_metrics(saved))
+                metrics.restore(world.share(lambda: saved_metrics(saved)))
                 progress.catch_up(metrics.rows)
-                restore(saved, engine, console.say)
+                restore(saved, engine, console.say, world)
         identity = Identity.of(recipe, run.total_steps, run.data.fingerprint, fingerprint, before, model)
 
         def save(step: int, position: Position) -> None:
             with console.phase(f"Saving step {step:,}"):
-                save_run(run_dir, identity, step, position, engine, metrics.saved(), console.say)
+                save_run(run_dir, identity, step, position, engine, metrics.saved(), console.say, world)
 
         model_dir = run_dir / "model"
         with signals() as stop:
             with console.phase(f"Training {run.total_steps:,} steps"), memory_advice(recipe), disk_advice(run_dir):
-                run_steps(run, engine, metrics, stop, save, first_step, place_in(run.data, saved))
+                run_steps(run, engine, metrics, stop, save, first_step, place_in(run.data, saved), world)
             engine.release()
             cut_off = metrics.rows[-1].step < run.total_steps
             if not cut_off or not recipe.keep:
                 with console.phase(f"Exporting to {model_dir}"):
-                    export(model, run.tokenizer, model_dir, trust_remote_code=recipe.trust_remote_code)
+                    if world.many:
+                        export_sharded(model, run.tokenizer, model_dir, recipe, world, console.say)
+                    else:
+                        export(model, run.tokenizer, model_dir, trust_remote_code=recipe.trust_remote_code)
         if cut_off:
             raise interrupted(recipe, stop, metrics.rows[-1].step, run.total_steps)
         after = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt else ""
         dialogue = Answer(recipe.prompt, before, after) if recipe.prompt else None
         return summarize(metrics, model_dir, run_dir, dialogue)
+
+
+def check_batch(recipe: Recipe, world: World) -> None:
+    """Every rank needs a row of a step."""
+    if recipe.batch_size < world.size:
+        raise RecipeError(
+            f"batch_size = {recipe.batch_size}: is for all ranks together, and {world.size} ranks need a row each",
+            remedy=f"Use --batch-size {world.size} or more, or fewer ranks.",
+        )
+
+
+def load(run: Run, console: Console, world: World) -> tuple[PreTrainedModel, dict[nn.Parameter, Tensor]]:
+    """The model, or this rank's shards of it, and what its weights lost in rounding if that is known already."""
+    if not world.many:
+        return load_model(run.recipe, run.config, run.device, console.say), {}
+    sharded = load_for_ranks(run.recipe, run.config, run.device, world.size, console.say)
+    return sharded.model, sharded.remainders
+
+
+def planned(run: Run, console: Console) -> Plan | None:
+    """Say in advance what the run should take. None for a model whose numbers the plan does not know.
+
+    A CPU is not measured for it: there is nothing to place, and the demo would wait for seconds.
+    """
+    gpu = run.device.type == "cuda"
+    machine = this_machine(remeasure=False, say=console.say) if gpu else known_machine()
+    if machine is None or machine.has_gpu != gpu:
+        return None
+    try:
+        plan = make_plan(run.recipe, machine)
+    except UserError:
+        return None
+    console.say(short(plan) if plan.fits else "planned: does not fit; `penstock plan` says what would. Trying anyway.")
+    return plan
 
 
 def check_disk(run: Run, engine: Engine, first_step: int) -> None:
@@ -152,13 +218,13 @@ class Run:
     total_steps: int
 
 
-def prepare_run(recipe: Recipe, console: Console) -> Run:
+def prepare_run(recipe: Recipe, console: Console, world: World = ALONE) -> Run:
     """Everything that can be wrong without loading a weight is found here."""
-    device = pick_device(recipe.device)
+    device = world.pick(pick_device(recipe.device))
     recipe = replace(recipe, dtype=pick_dtype(recipe.dtype, device))
     make_repeatable(recipe)
     config, tokenizer = load_config(recipe), load_tokenizer(recipe)
-    with console.phase(f"Reading {recipe.data}"):
+    with console.phase(f"Reading {recipe.data}"), world.in_turn():
         data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say)
     steps = math.ceil(recipe.epochs * data.train.steps_per_epoch())
     total_steps = min(steps, recipe.max_steps) if recipe.max_steps else steps
@@ -237,22 +303,24 @@ def run_steps(
     save: Callable[[int, Position], None],
     first_step: int,
     position: Position,
+    world: World = ALONE,
 ) -> None:
-    """The loop. It ends after the last step, or after the step in which a signal came, and saves then."""
+    """The loop. It ends after the last step, or after the step in which a signal came to any rank, and saves then."""
     recipe = run.recipe
     metrics.start_clock()
     for step in range(first_step, run.total_steps + 1):
-        batches, position = run.data.train.step_at(position)
-        trained = sum(batch.num_trained for batch in batches)
+        tokens, trained = run.data.train.counts_at(position)
+        batches, position = run.data.train.step_at(position, world.rank, world.size)
         lr = lr_at(recipe, step, run.total_steps)
         engine.begin(lr)
         for number, batch in enumerate(batches, start=1):
             engine.accumulate(batch, trained, last=number == len(batches))
-        metrics.add(StepFacts(step, lr, sum(batch.num_tokens for batch in batches), trained), engine.step())
+        metrics.add(StepFacts(step, lr, tokens, trained), engine.step())
+        stop.number = world.largest(stop.number)  # or one rank would stop and the others wait for it
         last = step == run.total_steps
         if run.data.evaluation and (last or (recipe.eval_every and step % recipe.eval_every == 0)):
             metrics.settle()
-            metrics.add_eval(step, engine.evaluate(run.data.evaluation))
+            metrics.add_eval(step, engine.evaluate(run.data.evaluation.of_rank(world.rank, world.size)))
             metrics.start_clock()
         due = last or stop.number != 0 or (recipe.save_every and step % recipe.save_every == 0)
         if due and recipe.keep:
@@ -278,8 +346,9 @@ def lr_at(recipe: Recipe, step: int, total_steps: int) -> float:
 class Progress:
     """Takes each finished step: a line on the console, and an end to the run when gradients stay non-finite."""
 
-    def __init__(self, recipe: Recipe, total_steps: int, console: Console) -> None:
+    def __init__(self, recipe: Recipe, total_steps: int, console: Console, plan: Plan | None = None) -> None:
         self._recipe, self._total_steps, self._console = recipe, total_steps, console
+        self._plan, self._recent = plan, list[float]()  # steps of this process, until they are compared
         self._seconds, self._first_skip, self._skips_in_a_row = 0.0, 0, 0
 
     def catch_up(self, rows: Sequence[StepRow]) -> None:
@@ -293,12 +362,24 @@ class Progress:
         if row.skipped or row.step in (1, self._total_steps) or row.step % self._recipe.log_every == 0:
             left = self._seconds / row.step * (self._total_steps - row.step)
             self._console.step(row, self._total_steps, left)
+        self._compare(row)
         if self._skips_in_a_row >= self._recipe.skip_limit:
             raise Diverged(
                 f"the gradient was not finite in {self._skips_in_a_row} steps in a row",
                 where=f"step {self._first_skip}",
                 remedy="Lower --lr, lengthen --warmup, or look at the data.",
             )
+
+    def _compare(self, row: StepRow) -> None:
+        """After ten steps, what the plan said and what is."""
+        if self._plan is None:
+            return
+        self._recent.append(row.step_seconds)
+        if len(self._recent) == COMPARED_STEPS:
+            gpu_bytes = torch.cuda.max_memory_allocated() if self._plan.machine.has_gpu else 0
+            host_bytes = psutil.Process().memory_info().rss
+            self._console.say(compare(self._plan, self._recent, gpu_bytes, host_bytes))
+            self._plan = None
 
     def _count(self, row: StepRow) -> None:
         self._seconds += row.step_seconds

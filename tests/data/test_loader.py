@@ -283,3 +283,12 @@ def test_what_was_cut_or_dropped_is_said(make):
     make(n=40, max_length=64, say=said.append)
     assert any("truncated" in line and "my.jsonl:" in line for line in said)
     assert any("without a trained end token" in line for line in said)
+
+
+def test_every_rank_knows_the_counts_of_the_whole_step(make):
+    data = make(batch_size=4, micro_batch_size=1)
+    position = Position()
+    while position.epoch == 0:
+        counts = data.train.counts_at(position)
+        batches, position = data.train.step_at(position)
+        assert counts == (sum(b.num_tokens for b in batches), sum(b.num_trained for b in batches))

@@ -153,3 +153,16 @@ def test_progress_is_said(tmp_path, monkeypatch, said):
     progress.expect(4_000_000_000)
     progress.add(1_000_000_000)
     assert said == ["  1.0 of 4.0 GB loaded"]
+
+
+@pytest.mark.parametrize("rows", [slice(0, 3), slice(2, 5), slice(5, 99), slice(3, 3), slice(None)])
+def test_rows_are_read_alone(tmp_path, rows):
+    """What a rank asks for: its rows, and of the file nothing else."""
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    stored = read_headers(tmp_path)["a"]
+    read = []
+    watched = replace(stored, progress=type("Watch", (), {"add": lambda self, n: read.append(n)})())
+    assert torch.equal(watched[rows, 1:4], TENSORS["a"][rows, 1:4])
+    assert sum(read) == TENSORS["a"][rows].numel() * 4
+    assert torch.equal(stored[(rows,)], TENSORS["a"][rows])
+    assert torch.equal(stored[3], TENSORS["a"][3])

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from penstock.errors import DoesNotFit
-from penstock.offload.arena import ALIGNMENT, Arena, padded
+from penstock.layout import ALIGNMENT, padded
+from penstock.offload.arena import Arena
 
 
 def test_pieces_are_aligned_exact_and_apart():

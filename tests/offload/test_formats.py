@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import RecipeError
-from penstock.offload.formats import BLOCK, FORMATS, format_named
+from penstock.layout import BLOCK
+from penstock.offload.formats import FORMATS, format_named
 from penstock.offload.gpu_kernels import PROGRAM
 from penstock.offload.pool import PART
 

@@ -23,9 +23,9 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock.bench.peers import Peer
-from penstock.bench.timing import median_seconds
 from penstock.hardware import pick_device
 from penstock.model.load import load_config, load_model
+from penstock.offload.timing import median_seconds
 from penstock.recipe import Recipe, with_values
 
 Step = Callable[[], object]

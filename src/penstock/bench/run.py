@@ -22,15 +22,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from penstock.bench.ceilings import Ceilings, measure_ceilings
 from penstock.bench.peers import CLIPS, STATES, Peer, peers_of, run_peer
 from penstock.bench.rows import Memory, Results, Row, table
-from penstock.bench.timing import median_seconds
 from penstock.data.loader import MicroBatch
 from penstock.engine.native import NativeEngine, PackedModel, drop_gradient, full_batch
 from penstock.errors import DoesNotFit, RecipeError, UserError
 from penstock.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model
+from penstock.offload.ceilings import Ceilings, measure_ceilings
+from penstock.offload.timing import median_seconds
 from penstock.recipe import Recipe
 
 Say = Callable[[str], None]

@@ -112,11 +112,10 @@ def _compare(
         if not torch.equal(weight, weights[name].to(device)):
             raise CheckpointError("the exported weight differs from the trained one", where=f"{written}: {name}")
     tokenizer_again = AutoTokenizer.from_pretrained(written, trust_remote_code=trust_remote_code)
-    ends, ends_again = (m.generation_config.eos_token_id for m in (model, again))
-    if tokenizer_again.eos_token_id != tokenizer.eos_token_id or ends_again != ends:
+    if tokenizer_again.eos_token_id != tokenizer.eos_token_id or end_tokens_of(again) != end_tokens_of(model):
         raise CheckpointError("the exported end token differs", where=str(written))
     ids = torch.tensor([tokenizer(PROBE)["input_ids"]])
-    expected, got = _logits(model, ids), _logits(again, ids)
+    expected, got = logits_of(model, ids), logits_of(again, ids)
     # Same weights, same code. On one device only the order of additions is left; host and GPU also round differently.
     tolerance = 2**-8 if device == next(model.parameters()).device else 2**-4
     if not torch.allclose(expected, got, rtol=0, atol=float(expected.abs().max()) * tolerance):
@@ -125,9 +124,15 @@ def _compare(
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Logits in fp32 on the host, without dropout."""
     was_training = model.training
     model.eval()
     logits: Tensor = model(input_ids=ids.to(model.device), use_cache=False).logits.float().cpu()
     model.train(was_training)
     return logits
+
+
+def end_tokens_of(model: PreTrainedModel) -> object:
+    """The tokens at which generation stops."""
+    return model.generation_config.eos_token_id if model.generation_config is not None else None

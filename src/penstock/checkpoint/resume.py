@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import nn
 from transformers import PreTrainedModel
@@ -28,15 +29,21 @@ from penstock.checkpoint.store import (
     Checkpoint,
     find,
     open_checkpoint,
+    order_of_load,
+    order_of_save,
     prune,
     read_document,
     read_tensors,
     save,
     verify,
 )
+from penstock.checkpoint.tensors import receive_tensors, send_tensors
 from penstock.data.loader import Position
 from penstock.engine import Engine
+from penstock.engine.ranks import ALONE, World
 from penstock.errors import CheckpointError, DoesNotFit, OutputError
+from penstock.offload.kernels import join
+from penstock.offload.shards import local, local_start
 from penstock.recipe import FIELDS, Recipe, to_dict
 
 NEWEST = "newest"
@@ -108,8 +115,25 @@ def save_run(
     engine: Engine,
     metrics: Mapping[str, Any],
     say: Say,
-) -> Checkpoint:
-    """Save the run as it is after `step`, then remove checkpoints beyond those that are kept."""
+    world: World = ALONE,
+) -> None:
+    """Save the run as it is after `step`, then remove checkpoints beyond those that are kept. All ranks take part."""
+    if world.first:
+        _write_run(run_dir, identity, step, position, engine, metrics, say)
+    else:
+        send_tensors(order_of_save(engine.saved_tensors()))
+    world.largest(0)  # or a rank that goes on and ends would end the one that still writes
+
+
+def _write_run(
+    run_dir: Path,
+    identity: Identity,
+    step: int,
+    position: Position,
+    engine: Engine,
+    metrics: Mapping[str, Any],
+    say: Say,
+) -> None:
     directory = run_dir / CHECKPOINTS
     run = {
         **{field.name: getattr(identity, field.name) for field in dataclasses.fields(identity)},
@@ -119,7 +143,6 @@ def save_run(
     documents = {"run": run, "rng": rng_state(), "metrics": metrics}
     checkpoint = save(directory, step, engine.saved_tensors(), documents, say)
     prune(directory, identity.recipe.keep, checkpoint)
-    return checkpoint
 
 
 @contextmanager
@@ -248,31 +271,51 @@ def _refuse(saved: Saved, differences: list[Difference], *, anyway: bool) -> Non
     raise CheckpointError(f"is a checkpoint of another run:{listed}", where=str(saved.checkpoint.path), remedy=remedy)
 
 
-def model_fingerprint(model: nn.Module, *, values: bool) -> str:
+def model_fingerprint(
+    model: nn.Module, *, values: bool, remainders: Mapping[nn.Parameter, torch.Tensor] | None = None
+) -> str:
     """Names and shapes of all weights and, if their values are the model's own, some of each.
 
     Reading all of them was rejected: a resumed run takes its weights from the checkpoint, so this only has to tell one
-    model from another, and no two models agree in both ends of every matrix.
+    model from another, and no two models agree in both ends of every matrix. The number of ranks does not show in it.
     """
     hasher = xxhash.xxh3_128()
     for name, parameter in model.named_parameters():
         hasher.update(f"{name} {tuple(parameter.shape)}".encode())
         if values:
-            flat = parameter.detach().view(-1)
-            ends = torch.cat([flat[:1024], flat[-1024:]])
-            hasher.update(ends.float().cpu().numpy().tobytes())
+            hasher.update(_ends(parameter, (remainders or {}).get(parameter)).numpy().tobytes())
     return hasher.hexdigest()
+
+
+def _ends(parameter: torch.Tensor, remainder: torch.Tensor | None) -> torch.Tensor:
+    """The first and last elements in fp32, of all ranks together; with what was rounded off, if that is known."""
+    own, start, count = local(parameter).view(-1), local_start(parameter), min(1024, parameter.numel())
+    ends = torch.zeros(2 * count)
+    for place, first in ((0, 0), (count, parameter.numel() - count)):
+        low, high = max(first, start), min(first + count, start + own.numel())
+        if low < high:
+            part = own[low - start : high - start]
+            exact = part if remainder is None else join(part, remainder[low - start : high - start])
+            ends[place + low - first : place + high - first] = exact.float().cpu()
+    if own.numel() != parameter.numel():
+        dist.all_reduce(ends.view(torch.int32))  # each is zero but on one rank; as numbers, -0.0 would become 0.0
+    return ends
 
 
 # --- restoring --------------------------------------------------------------------------------------------------------
 
 
-def restore(saved: Saved, engine: Engine, say: Say) -> None:
-    """Weights, state and generators as they were when the checkpoint was saved."""
+def restore(saved: Saved, engine: Engine, say: Say, world: World = ALONE) -> None:
+    """Weights, state and generators as they were when the checkpoint was saved. Rank 0 reads it for all."""
     for group, tensors in engine.saved_tensors().items():
-        read_tensors(saved.checkpoint, group, tensors, say)
+        order = world.share(lambda group=group: order_of_load(saved.checkpoint, group))  # type: ignore[misc]
+        if world.first:
+            read_tensors(saved.checkpoint, group, tensors, say, world.size)
+        else:
+            named = {tensor.name: tensor for tensor in tensors}
+            receive_tensors([named[name] for name in order])
     engine.restored()
-    set_rng_state(read_document(saved.checkpoint, "rng"))
+    set_rng_state(world.share(lambda: read_document(saved.checkpoint, "rng")))
 
 
 def saved_metrics(saved: Saved) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -11,12 +12,15 @@ import yaml
 
 from penstock.checkpoint.lock import LOCK_FILE, refuse_if_claimed
 from penstock.checkpoint.store import find, remove, sweep, sync_directory
+from penstock.engine.ranks import World
 from penstock.errors import CheckpointError, DoesNotFit, OutputError
 from penstock.recipe import Recipe, to_dict, with_values
 
 RECIPE_FILE = "recipe.yaml"
 CHECKPOINTS = "checkpoints"
-RUN_FILES = {RECIPE_FILE, "metrics.jsonl", "eval.jsonl", "model", "model.unchecked", CHECKPOINTS, LOCK_FILE}
+RANKS_FILE = "ranks.json"
+"""Where the run ran: ranks, machines, device. It is not in the recipe, since it changes nothing that is trained."""
+RUN_FILES = {RECIPE_FILE, RANKS_FILE, "metrics.jsonl", "eval.jsonl", "model", "model.unchecked", CHECKPOINTS, LOCK_FILE}
 """All that a run writes. Nothing else is ever removed, and a directory with anything else is not ours."""
 
 _PROBE = ".penstock-"
@@ -61,6 +65,12 @@ def make_run_dir(recipe: Recipe, *, keep_checkpoints: bool = False) -> Path:
     (directory / RECIPE_FILE).write_text(text, encoding="utf-8")
     sync_directory(directory)
     return directory
+
+
+def note_ranks(directory: Path, world: World, device: str) -> None:
+    """Write down where the run runs."""
+    facts = {"ranks": world.size, "ranks_per_machine": world.local_size, "device": device}
+    (directory / RANKS_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
 
 def check_room(directory: Path, *, checkpoint_bytes: int, num_saves: int, keep: int, export_bytes: int) -> None:

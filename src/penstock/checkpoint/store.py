@@ -29,7 +29,7 @@ from typing import Any
 
 import xxhash
 
-from penstock.checkpoint.tensors import Digest, Transfer, digest_file, read_file, safetensors, write_file
+from penstock.checkpoint.tensors import Digest, Transfer, digest_file, in_file_order, read_file, safetensors, write_file
 from penstock.errors import CheckpointError, ModelError
 from penstock.hardware import usable_cores
 from penstock.model.shards import read_header
@@ -98,7 +98,9 @@ def _write_all(
     for group, members in tensors.items():
         for number, part in enumerate(_parts(members), start=1):
             content[f"{group}-{number:05}.safetensors"] = safetensors(part)
-    with ThreadPoolExecutor(NUM_THREADS, "penstock-save") as pool:
+    sharded = any(tensor.bytes_by_rank for members in tensors.values() for tensor in members)
+    num_threads = 1 if sharded else NUM_THREADS  # other ranks send their parts file after file
+    with ThreadPoolExecutor(num_threads, "penstock-save") as pool:
         futures = {name: pool.submit(write_file, building / name, c, transfer) for name, c in content.items()}
         try:
             return {name: future.result() for name, future in futures.items()}
@@ -119,6 +121,11 @@ def _parts(tensors: Sequence[SavedTensor]) -> Iterator[list[SavedTensor]]:
         size += tensor.num_bytes
     if part:
         yield part
+
+
+def order_of_save(tensors: Mapping[str, Sequence[SavedTensor]]) -> list[SavedTensor]:
+    """Tensors in the order in which a save writes them: what ranks that do not write go by."""
+    return [t for members in tensors.values() for part in _parts(members) for t in in_file_order(part)]
 
 
 def _num_bytes(tensors: Mapping[str, Sequence[SavedTensor]]) -> int:
@@ -221,9 +228,23 @@ def read_document(checkpoint: Checkpoint, name: str) -> Any:
     return json.loads((checkpoint.path / file).read_bytes())
 
 
-def read_tensors(checkpoint: Checkpoint, group: str, tensors: Sequence[SavedTensor], say: Say) -> None:
-    """Write a group of tensors to where they lie. All of them must be there, and no others; that is seen to first."""
-    files = [checkpoint.path / name for name in checkpoint.files if re.fullmatch(rf"{group}-\d+\.safetensors", name)]
+def order_of_load(checkpoint: Checkpoint, group: str) -> list[str]:
+    """Names of the tensors of a group in the order in which they are read."""
+    return [name for path in _files(checkpoint, group) for name in read_header(path)]
+
+
+def _files(checkpoint: Checkpoint, group: str) -> list[Path]:
+    return [checkpoint.path / name for name in checkpoint.files if re.fullmatch(rf"{group}-\d+\.safetensors", name)]
+
+
+def read_tensors(
+    checkpoint: Checkpoint, group: str, tensors: Sequence[SavedTensor], say: Say, num_ranks: int = 1
+) -> None:
+    """Write a group of tensors to where they lie. All of them must be there, and no others; that is seen to first.
+
+    Other ranks must be in `receive_tensors`, in the order of `order_of_load`.
+    """
+    files = _files(checkpoint, group)
     stored = {name: entry for path in files for name, entry in read_header(path).items()}
     wanted = {tensor.name: tensor for tensor in tensors}
     for name in sorted(wanted.keys() | stored.keys()):
@@ -235,8 +256,8 @@ def read_tensors(checkpoint: Checkpoint, group: str, tensors: Sequence[SavedTens
             what = f"is {list(there[0])} {there[1]} here and {list(here[0])} {here[1]} in the model"
             raise CheckpointError(f"{name} {what}", where=str(stored[name].path))
     transfer = Transfer("loading", sum(tensor.num_bytes for tensor in tensors), say)
-    with ThreadPoolExecutor(NUM_THREADS, "penstock-load") as pool:
-        for _ in pool.map(lambda path: read_file(path, wanted, transfer), files):
+    with ThreadPoolExecutor(NUM_THREADS if num_ranks == 1 else 1, "penstock-load") as pool:
+        for _ in pool.map(lambda path: read_file(path, wanted, transfer, num_ranks), files):
             pass
 
 

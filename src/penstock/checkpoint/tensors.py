@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
@@ -87,7 +88,7 @@ def write_file(path: Path, content: Iterator[memoryview], transfer: Transfer | N
 
 def safetensors(tensors: Sequence[SavedTensor]) -> Iterator[memoryview]:
     """The content of a safetensors file."""
-    ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)  # so that every tensor is aligned to its elements
+    ordered = in_file_order(tensors)
     entries: dict[str, dict[str, object]] = {}
     start = 0
     for tensor in ordered:
@@ -104,16 +105,28 @@ def safetensors(tensors: Sequence[SavedTensor]) -> Iterator[memoryview]:
     for tensor in ordered:
         for block in _blocks(tensor):
             yield block.cpu().numpy().data
+        for rank, num_bytes in enumerate(tensor.bytes_by_rank):
+            if rank:  # rank 0 is the one that writes
+                yield from receive_blocks(rank, num_bytes)
+
+
+def in_file_order(tensors: Sequence[SavedTensor]) -> list[SavedTensor]:
+    """Widest elements first, so that every tensor is aligned to its elements."""
+    return sorted(tensors, key=lambda t: -t.dtype.itemsize)
 
 
 def _blocks(tensor: SavedTensor) -> Iterator[Tensor]:
     """The bytes of a tensor where they lie, a block at a time."""
     for piece in tensor.pieces:
-        yield from piece.view(torch.uint8).split(BLOCK)
+        if piece.numel():
+            yield from piece.view(torch.uint8).split(BLOCK)
 
 
-def read_file(path: Path, tensors: Mapping[str, SavedTensor], transfer: Transfer) -> None:
-    """Fill the tensors that the file holds, where they lie; that they are of its shapes was seen to before."""
+def read_file(path: Path, tensors: Mapping[str, SavedTensor], transfer: Transfer, num_ranks: int = 1) -> None:
+    """Fill the tensors that the file holds, where they lie; that they are of its shapes was seen to before.
+
+    Other ranks get theirs sent, a tensor that is not sharded as a whole.
+    """
     stored = read_header(path)
     staging = torch.empty(BLOCK, dtype=torch.uint8)
     with open(path, "rb", buffering=0) as file:
@@ -125,6 +138,59 @@ def read_file(path: Path, tensors: Mapping[str, SavedTensor], transfer: Transfer
                 if block.is_cuda:
                     block.copy_(landing)
                 transfer.add(len(block))
+            for rank in range(1, num_ranks):
+                sharded = tensors[name].bytes_by_rank
+                if not sharded:
+                    file.seek(entry.offset)
+                num_bytes = sharded[rank] if sharded else tensors[name].num_bytes
+                for block in asked_blocks(rank, num_bytes, staging):
+                    _fill(file.readinto, block.numpy().data)
+                    dist.send(block, rank)
+                    transfer.add(len(block))
+
+
+# --- between ranks ----------------------------------------------------------------------------------------------------
+#
+# Rank 0 has the files. Another rank goes through the same tensors in the same order; it says how long its next block
+# is, then the block goes one way or the other. So nobody needs to know how another rank cuts its state, and a block is
+# all the memory it takes.
+
+
+def send_tensors(tensors: Sequence[SavedTensor]) -> None:
+    """What a rank that does not write does during a save: give rank 0 its part of everything."""
+    for tensor in tensors:
+        for block in _blocks(tensor) if tensor.bytes_by_rank else ():
+            dist.send(torch.tensor([len(block)]), 0)
+            dist.send(block.cpu(), 0)
+
+
+def receive_tensors(tensors: Sequence[SavedTensor]) -> None:
+    """What a rank that does not read does during a restore: take its part of everything from rank 0."""
+    staging = torch.empty(BLOCK, dtype=torch.uint8)
+    for tensor in tensors:
+        for block in _blocks(tensor):
+            landing = staging[: len(block)]
+            dist.send(torch.tensor([len(block)]), 0)
+            dist.recv(landing, 0)
+            block.copy_(landing)
+
+
+def receive_blocks(rank: int, num_bytes: int) -> Iterator[memoryview]:
+    """The next bytes from a rank that is in `send_tensors`."""
+    staging = torch.empty(min(BLOCK, num_bytes), dtype=torch.uint8)
+    for block in asked_blocks(rank, num_bytes, staging):
+        dist.recv(block, rank)
+        yield block.numpy().data
+
+
+def asked_blocks(rank: int, num_bytes: int, staging: Tensor) -> Iterator[Tensor]:
+    """Room for each block that the rank announces, until it has had `num_bytes`."""
+    length = torch.zeros(1, dtype=torch.int64)
+    while num_bytes:
+        dist.recv(length, rank)
+        num_bytes -= int(length)
+        assert num_bytes >= 0, f"rank {rank} announced more than it has"
+        yield staging[: int(length)]
 
 
 def digest_file(path: Path, transfer: Transfer | None = None) -> Digest:

@@ -127,11 +127,21 @@ class Loader:
         after = position.row + len(step)
         return batches, Position(position.epoch, after) if after < self.num_rows else Position(position.epoch + 1, 0)
 
+    def counts_at(self, position: Position) -> tuple[int, int]:
+        """Tokens, and tokens that are trained on, of the whole step at a position: what all ranks have together."""
+        step = self._rows(position.epoch)[position.row : position.row + self._batch_size]
+        examples = np.concatenate([self.packing.row(r) for r in step])
+        return int(self.store.lengths[examples].sum()), int(self.store.trained[examples].sum())
+
     def __iter__(self) -> Iterator[MicroBatch]:
         """Every micro-batch of the first epoch, as an evaluation wants them."""
+        return self.of_rank(0, 1)
+
+    def of_rank(self, rank: int, ranks: int) -> Iterator[MicroBatch]:
+        """The same, for one of several ranks."""
         position = Position()
         while position.epoch == 0:
-            batches, position = self.step_at(position)
+            batches, position = self.step_at(position, rank, ranks)
             yield from batches
 
     def _rows(self, epoch: int) -> Ints:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
 from penstock.engine import StepResult
+from penstock.engine.ranks import ALONE, World
 from penstock.errors import DoesNotFit
 from penstock.model.attention import Segments, use_attention
 from penstock.model.compiled import set_compile
-from penstock.model.loss import check_logits, packed_loss
+from penstock.model.loss import call_as, check_logits, packed_loss
 from penstock.model.recompute import set_recompute
 from penstock.model.units import find_units
 from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.shards import local
 from penstock.offload.state import SavedTensor, state_tensors, weight_tensors
 from penstock.recipe import Recipe, parse_homes
 
@@ -43,16 +46,29 @@ class PackedModel:
         """Sum of the losses of the trained tokens."""
         batch = batch.to(self.device)
         segments = Segments.of(batch.boundaries, self.device)
-        return packed_loss(self.units, batch.input_ids, batch.position_ids, segments, batch.target_index, batch.targets)
+
+        def loss() -> Tensor:
+            rows = (batch.input_ids, batch.position_ids, segments, batch.target_index, batch.targets)
+            return packed_loss(self.units, *rows)
+
+        # FSDP2 begins and ends a pass where the whole model is called; forward here calls its parts.
+        return call_as(self.model, loss) if isinstance(self.model, FSDPModule) else loss()
 
 
 class NativeEngine:
-    """One device."""
+    """One device, or this rank's device among several (`sharded.py` has then sharded the model)."""
 
     optimizer: OffloadAdamW
 
-    def __init__(self, model: PreTrainedModel, recipe: Recipe, say: Callable[[str], None]) -> None:
-        self.model, self._recipe = model, recipe
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        recipe: Recipe,
+        say: Callable[[str], None],
+        world: World = ALONE,
+        remainders: Mapping[nn.Parameter, Tensor] | None = None,
+    ) -> None:
+        self.model, self._recipe, self._world = model, recipe, world
         self.packed = PackedModel(model, recipe, say)
         with self._memory_explained():
             trial = try_once(self.packed, recipe)
@@ -76,12 +92,15 @@ class NativeEngine:
             units=self.packed.units.layers,
             activation_bytes=trial.activation_bytes,
             kept_bytes=trial.kept_bytes,
-            accumulates=recipe.rows_at_once < recipe.batch_size,
+            accumulates=recipe.rows_at_once < -(-recipe.batch_size // world.size),
             forward_seconds=trial.forward_seconds,
             backward_seconds=trial.backward_seconds,
             working_dtype=torch.bfloat16 if recipe.dtype == "bf16" else None,
+            remainders=remainders,
+            ranks_here=world.local_size,
         )
-        say(self.optimizer.describe())
+        of_rank = f"rank {world.rank} of {world.size}: " if world.many else ""
+        say(f"{of_rank}{self.optimizer.describe()}")
         self._loss = torch.zeros((), device=self.packed.device)
 
     def begin(self, lr: float) -> None:
@@ -103,19 +122,20 @@ class NativeEngine:
         self.optimizer.zero_grad()
         report = self.optimizer.report
         assert report is not None, "a step follows at least one micro-batch"
-        result = StepResult.of(self._loss, report.grad_norm, ~report.taken)
+        result = StepResult.of(self._world.total(self._loss), report.grad_norm, ~report.taken)
         self._loss = torch.zeros((), device=self.packed.device)
         return result
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> float:
-        """Mean loss over the trained tokens, without dropout."""
+        """Mean loss over the trained tokens of all ranks, without dropout."""
         self.model.eval()
-        total, trained = torch.zeros((), device=self.packed.device), 0
+        sums = torch.zeros(2, dtype=torch.float64, device=self.packed.device)  # of losses and of trained tokens
         for batch in batches:
-            total += self.packed.loss_sum(batch)
-            trained += batch.num_trained
+            sums[0] += self.packed.loss_sum(batch)
+            sums[1] += batch.num_trained
         self.model.train()
+        total, trained = self._world.total(sums)
         return float(total / trained)
 
     def saved_tensors(self) -> dict[str, list[SavedTensor]]:
@@ -135,8 +155,8 @@ class NativeEngine:
             yield
         except torch.OutOfMemoryError as error:
             parts = {
-                "weights": sum(p.nbytes for p in self.model.parameters()),
-                "gradients": sum(p.grad.nbytes for p in self.model.parameters() if p.grad is not None),
+                "weights": sum(local(p).nbytes for p in self.model.parameters()),
+                "gradients": sum(local(p.grad).nbytes for p in self.model.parameters() if p.grad is not None),
             }
             if hasattr(self, "optimizer"):  # not yet in the trial
                 parts["resident state"] = self.optimizer.state_bytes().get("gpu", 0)
@@ -208,7 +228,7 @@ def try_once(packed: PackedModel, recipe: Recipe) -> Trial:
         for hook in hooks:
             hook.remove()
     forward, backward = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
-    kept_bytes = activation_bytes + sum(p.numel() * p.itemsize for p in parameters)
+    kept_bytes = activation_bytes + sum(local(p).nbytes for p in parameters)
     if kept_bytes < torch.cuda.mem_get_info(packed.device)[0]:
         torch.cuda.reset_peak_memory_stats(packed.device)
         packed.loss_sum(batch).backward()

@@ -38,6 +38,7 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import Mxfp4Config
 
 from penstock.errors import ModelError, RecipeError
+from penstock.model.initial import draw_weights
 from penstock.model.shape import with_shape
 from penstock.model.shards import Progress, StoredTensor, read_headers
 from penstock.model.source import Source, find_source, is_local
@@ -59,7 +60,7 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     _refuse_other_models(recipe, config)
     if not recipe.shape:
         return config
-    with _quiet():
+    with quiet():
         return with_shape(config, recipe.shape)
 
 
@@ -71,7 +72,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         remedy = "Name another with --tokenizer: a Hub name, a directory, or demo."
         raise ModelError("there is no tokenizer", where=str(source.directory), remedy=remedy)
     try:
-        with _quiet():
+        with quiet():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 source.directory, trust_remote_code=recipe.trust_remote_code, **source.gguf
             )
@@ -83,10 +84,10 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 def load_model(recipe: Recipe, config: PreTrainedConfig, device: torch.device, say: Say) -> PreTrainedModel:
     """The model with its weights on `device`, in bf16 or fp32 (see above), ready to be trained and saved."""
     config = copy.deepcopy(config)
-    _drop_dropout(config, say)
+    drop_dropout(config, say)
     if recipe.trust_remote_code:
         say(f"WARNING: running Python code that comes with {recipe.model}, because of --trust-remote-code")
-    with _quiet():
+    with quiet():
         if recipe.init == "random":
             model = _random_model(recipe, config, device)
         else:
@@ -105,7 +106,7 @@ def _read_config(recipe: Recipe) -> PreTrainedConfig:
     if not source.gguf_file and not (source.directory / "config.json").is_file():
         raise ModelError("there is no config.json", where=str(source.directory), remedy="Is it a model's directory?")
     try:
-        with _quiet():
+        with quiet():
             config: PreTrainedConfig = AutoConfig.from_pretrained(
                 source.directory, trust_remote_code=recipe.trust_remote_code, **source.gguf
             )
@@ -128,19 +129,20 @@ def _refuse_other_models(recipe: Recipe, config: PreTrainedConfig) -> None:
         what = ", ".join(filter(None, named)) or config.model_type
         remedy = "Use a decoder such as Llama, Qwen3 or Mistral."
         raise ModelError(f"is not a causal language model ({what})", where=recipe.model, remedy=remedy)
-    method = _quantization(config)
+    method = quantization(config)
     if recipe.init == "pretrained" and method and method != "mxfp4":
         remedy = "Full fine-tuning needs plain weights: use the model that this one was made from."
         raise ModelError(f"the weights are quantized ({method})", where=recipe.model, remedy=remedy)
 
 
-def _quantization(config: PreTrainedConfig) -> str:
+def quantization(config: PreTrainedConfig) -> str:
+    """How the weights are packed, or nothing."""
     settings = getattr(config, "quantization_config", None) or {}
     method = settings.get("quant_method", "") if isinstance(settings, dict) else settings.quant_method
     return str(getattr(method, "value", method))
 
 
-def _drop_dropout(config: PreTrainedConfig, say: Say) -> None:
+def drop_dropout(config: PreTrainedConfig, say: Say) -> None:
     """Train without dropout, whatever the config says.
 
     A dropped-out step depends on how rows share a batch, so micro-batches would not add up to a batch and a packed row
@@ -163,7 +165,8 @@ def _random_model(recipe: Recipe, config: PreTrainedConfig, device: torch.device
     try:
         with torch.random.fork_rng(devices=generators):
             torch.manual_seed(recipe.seed)
-            model, _ = _load(_model_class(recipe, config), config, {}, dtype, device)
+            model, _ = _load(model_class(recipe, config), config, {}, dtype, device)
+            draw_weights(model, recipe.seed)
     except (ValueError, TypeError, AssertionError, ZeroDivisionError) as error:
         if not recipe.shape:
             raise
@@ -175,19 +178,19 @@ def _streamed_model(
     recipe: Recipe, config: PreTrainedConfig, source: Source, device: torch.device, say: Say
 ) -> PreTrainedModel:
     stored = read_headers(source.directory)
-    dtype = _precision(recipe, stored, say)
+    dtype = precision(recipe, stored, say)
     progress = Progress(say)
     progress.expect(sum(t.num_bytes for t in stored.values()))
     wider = torch.float32 if dtype == torch.float32 else None
     lazy = {name: replace(t, device=device, dtype=wider, progress=progress) for name, t in stored.items()}
     try:
-        model, info = _load(_model_class(recipe, config), config, lazy, dtype, device)
+        model, info = _load(model_class(recipe, config), config, lazy, dtype, device)
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ModelError(f"the weights cannot be loaded: {error}", where=str(source.directory)) from error
-    _refuse_gaps(source, info, say)
-    if _quantization(config):
+    refuse_gaps(source, info, say)
+    if quantization(config):
         _forget_quantization(model)
     if dtype == torch.float32:
         for parameter in model.parameters():  # MXFP4 always comes out as bf16
@@ -213,7 +216,7 @@ def _load(
         device_map={"": device},
         ignore_mismatched_sizes=True,  # they are reported, and then refused here
         output_loading_info=True,
-        quantization_config=Mxfp4Config(dequantize=True) if _quantization(config) == "mxfp4" else None,
+        quantization_config=Mxfp4Config(dequantize=True) if quantization(config) == "mxfp4" else None,
     )
     model, info = loaded
     return model, info
@@ -239,7 +242,7 @@ def _gguf_model(
         raise ModelError(f"the GGUF file cannot be loaded: {error}", where=where) from error
     model, info = loaded
     assert isinstance(model, PreTrainedModel)
-    _refuse_gaps(source, info, say)
+    refuse_gaps(source, info, say)
     _forget_quantization(model)
     return model
 
@@ -266,7 +269,7 @@ def _forget_quantization(model: PreTrainedModel) -> None:
         del model.config.quantization_config
 
 
-def _model_class(recipe: Recipe, config: PreTrainedConfig) -> type[PreTrainedModel]:
+def model_class(recipe: Recipe, config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class that AutoModelForCausalLM would choose."""
     if custom := _custom_class(recipe, config):
         found: Any = get_class_from_dynamic_module(custom, find_source(recipe.model, recipe.revision).directory)
@@ -282,7 +285,7 @@ def _custom_class(recipe: Recipe, config: PreTrainedConfig) -> str:
     return str(auto_map.get("AutoModelForCausalLM", "")) if recipe.trust_remote_code else ""
 
 
-def _precision(recipe: Recipe, stored: dict[str, StoredTensor], say: Say) -> torch.dtype:
+def precision(recipe: Recipe, stored: dict[str, StoredTensor], say: Say) -> torch.dtype:
     """fp32 if the recipe wants it or most of the checkpoint's numbers need it; what is rounded then is said."""
     exact = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # bf16 holds every value of these
     floating = {name: t for name, t in stored.items() if t.stored.is_floating_point}
@@ -295,7 +298,7 @@ def _precision(recipe: Recipe, stored: dict[str, StoredTensor], say: Say) -> tor
     return torch.bfloat16
 
 
-def _refuse_gaps(source: Source, info: dict[str, Any], say: Say) -> None:
+def refuse_gaps(source: Source, info: dict[str, Any], say: Say) -> None:
     """Every weight of the model must have come from the checkpoint, in its own shape."""
     where = str(source.directory / (source.gguf_file or ""))
     if missing := sorted(info["missing_keys"]):
@@ -319,7 +322,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Transformers' reports and progress bars say in its own words what is said here."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

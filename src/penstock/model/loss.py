@@ -15,10 +15,11 @@ logits, and torch 2.11 does not have it, so that two versions would train differ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ModelError
@@ -71,19 +72,25 @@ def check_logits(model: PreTrainedModel, units: Units) -> None:
     was_training = model.training
     model.eval()
     try:
-        hidden = _hidden_states(units, ids, positions, segments)
-        inputs = attention_inputs(units.backbone.config, (1, 8), hidden.dtype, segments)
+        ours = call_as(model, lambda: _plain_logits(units, ids, positions, segments))  # shards are gathered in a call
+        inputs = attention_inputs(units.backbone.config, (1, 8), units.backbone.dtype, segments)
         theirs = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits.float()
     finally:
         model.train(was_training)
-    ours = _logits(hidden[0], units.head.weight, units.head.bias, units.head.scale, units.head.softcap)
-    tolerance = (1e-4 if hidden.dtype == torch.float32 else 2e-2) * float(theirs.abs().max())
+    tolerance = (1e-4 if units.backbone.dtype == torch.float32 else 2e-2) * float(theirs.abs().max())
     if not torch.allclose(ours, theirs[0], rtol=0, atol=tolerance):
         raise ModelError(
             f"{type(model).__name__} treats its logits in a way that is not known here: they differ from the head's by "
             f"up to {float((ours - theirs[0]).abs().max()):.3g}, so the loss would be wrong",
             remedy="Please report the model.",
         )
+
+
+def _plain_logits(units: Units, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
+    """Logits of the first row, as the loss sees them."""
+    head = units.head
+    hidden = _hidden_states(units, input_ids, position_ids, segments)
+    return call_as(head.module, lambda x: _logits(x[0], head.weight, head.bias, head.scale, head.softcap), hidden)
 
 
 def _hidden_states(units: Units, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
@@ -95,26 +102,30 @@ def _hidden_states(units: Units, input_ids: Tensor, position_ids: Tensor, segmen
 
 
 def _through_head(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
-    """The loss, computed inside a call of the head's module.
-
-    A hook that waits for the head's update, or that gathers its shards, runs when the module is called; reading the
-    weight from outside would pass it by.
-    """
-    module = head.module
-    overridden = vars(module).get("forward")
+    """The loss, computed inside a call of the head's module."""
 
     def forward(hidden: Tensor) -> Tensor:
         return loss_sum(hidden, head.weight, head.bias, targets, scale=head.scale, softcap=head.softcap)
 
+    return call_as(head.module, forward, hidden)
+
+
+def call_as(module: nn.Module, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Run `forward` inside a call of the module.
+
+    A hook that waits for the module's update, or that gathers its shards, runs when the module is called; reading the
+    weights from outside would pass it by.
+    """
+    overridden = vars(module).get("forward")
     module.forward = forward
     try:
-        loss: Tensor = module(hidden)
+        result: Tensor = module(*inputs)
     finally:
         if overridden is None:
             del module.forward
         else:
             module.forward = overridden
-    return loss
+    return result
 
 
 class _LossSum(torch.autograd.Function):

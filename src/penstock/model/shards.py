@@ -17,7 +17,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,16 @@ class StoredTensor:
         return next(name for name, dtype in DTYPES.items() if dtype == self.stored)
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self._read()[index]
+        first, *rest = index if isinstance(index, tuple) and index else (index,)
+        if not isinstance(first, slice) or not self.shape or first.step not in (None, 1):
+            return self._read()[index]
+        start, stop, _ = first.indices(self.shape[0])
+        return self._rows(start, max(start, stop))._read()[(slice(None), *rest)]  # a rank reads no more than its rows
+
+    def _rows(self, start: int, stop: int) -> StoredTensor:
+        row = self.num_bytes // max(1, self.shape[0])
+        shape = (stop - start, *self.shape[1:])
+        return replace(self, offset=self.offset + start * row, num_bytes=(stop - start) * row, shape=shape)
 
     def _read(self) -> Tensor:
         widen = self.dtype is not None and self.stored.is_floating_point and self.dtype.itemsize > self.stored.itemsize

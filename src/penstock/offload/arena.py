@@ -18,8 +18,8 @@ from torch import Tensor
 
 from penstock.errors import DoesNotFit
 from penstock.hardware import available_host_bytes
+from penstock.layout import ALIGNMENT, padded
 
-ALIGNMENT = 256
 TOUCH_BYTES = 256 * 2**20
 
 
@@ -79,8 +79,3 @@ class Arena:
 
 def _unregister(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def padded(num_bytes: int) -> int:
-    """Bytes that a piece takes in an arena."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -8,15 +8,10 @@ import torch
 
 from penstock.errors import DoesNotFit
 from penstock.hardware import available_host_bytes
-from penstock.offload.formats import BLOCK, FORMATS, StateFormat
+from penstock.layout import BLOCK, GPU_RESERVE, HOST_RESERVE
+from penstock.offload.formats import FORMATS, StateFormat
 from penstock.offload.rates import measure_rates
 from penstock.plan.place import Need, Placement, Room, place
-
-GPU_RESERVE = 5 * 2**30
-"""Left free on the GPU: fragments, workspaces, and gradients that the host, running ahead, has let go and the device
-has not. With less, the allocator waits for the device to get its memory back, and the host is ahead no longer."""
-HOST_RESERVE = 6 * 2**30
-"""Left free on the host: the data, the page cache of a checkpoint being written, everything else that runs."""
 
 
 def need_of(
@@ -54,14 +49,20 @@ def need_of(
 
 
 def choose_homes(
-    need: Need, device: torch.device, states: StateFormat, *, staging_bytes: int, cores: Sequence[int]
+    need: Need,
+    device: torch.device,
+    states: StateFormat,
+    *,
+    staging_bytes: int,
+    cores: Sequence[int],
+    ranks_here: int = 1,
 ) -> Placement:
     """The placement for what is free now. Weights are allocated already; gradients and activations are not."""
     if device.type != "cuda":
         return Placement(need.num_params, 0, 0, 0.0)
     free = torch.cuda.mem_get_info(device)[0]
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    room = Room(free + cached - GPU_RESERVE, available_host_bytes() - HOST_RESERVE)
+    room = Room(free + cached - GPU_RESERVE, (available_host_bytes() - HOST_RESERVE) // ranks_here)
     if room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes:
         return Placement(need.num_params, 0, 0, 0.0)
     room = Room(room.gpu_bytes - staging_bytes, room.host_bytes)

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RecipeError
+from penstock.layout import BLOCK
 
 StateName = Literal["fp32", "bf16", "int8"]
-BLOCK = 256
-"""Elements that share a scale in `int8`, counted from the start of their parameter."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.offload.formats import BLOCK, StateView
+from penstock.layout import BLOCK
+from penstock.offload.formats import StateView
 
 PROGRAM = 1024
 """Elements of one program: whole blocks of int8."""

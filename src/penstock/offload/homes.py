@@ -19,25 +19,26 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.offload.arena import Arena, padded
+from penstock.layout import NUM_SLOTS, padded
+from penstock.offload.arena import Arena
 from penstock.offload.formats import StateFormat, StateView
 from penstock.offload.kernels import adamw_
 from penstock.offload.lanes import Lane, Mark, Tape, ToHost, main_mark
 from penstock.offload.pool import Pool
 
-NUM_SLOTS = 4
-"""Staging slots of `stream`: one arriving, one updating, one leaving, one to absorb jitter."""
-
 
 @dataclass(frozen=True)
 class Chunk:
-    """A slice of one parameter: what has a home and moves."""
+    """A slice of one parameter, or of this rank's shard of it: what has a home and moves."""
 
     parameter: int
     start: int
     size: int
     dtype: torch.dtype
     states: StateFormat
+    offset: int = 0
+    """Elements of the parameter before this rank's shard, from which `start` counts. Stochastic rounding goes by the
+    place in the whole parameter, so that the number of ranks does not show in it."""
 
     @property
     def state_bytes(self) -> int:
@@ -46,7 +47,7 @@ class Chunk:
 
     def view(self, buffer: Tensor) -> StateView:
         """`buffer` of bytes as the tensors of its state."""
-        return self.states.cut(buffer, self.size, self.dtype, start=self.start, salt=self.parameter)
+        return self.states.cut(buffer, self.size, self.dtype, start=self.offset + self.start, salt=self.parameter)
 
     def of(self, flat: Tensor) -> Tensor:
         """This chunk's part of its parameter's flat tensor."""

@@ -22,7 +22,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.offload.formats import BLOCK, StateView
+from penstock.layout import BLOCK
+from penstock.offload.formats import StateView
 
 FIRST_CODES, SECOND_CODES = 127, 255
 SMALLEST_SECOND = 4

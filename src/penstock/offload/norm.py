@@ -11,15 +11,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock.offload.kernels import GO, NUM_COEFFICIENTS, NUM_SEEDS, SCALE, halve, num_spans, span_sums
+from penstock.offload.shards import all_of, sum_over
 
 
 class Norm:
-    """Sum of squares of all gradients, with a tree of additions that no home, chunk or arrival order changes."""
+    """Sum of squares of all gradients, with a tree of additions that no home, chunk or arrival order changes.
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+    Of several ranks each adds up its own shards; all then have the same total, since they add the same sums in the same
+    order. It is not the total of one rank to the bit: the shards cut the tree elsewhere.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
         spans = [num_spans(size) for size in sizes]
         self._starts = [sum(spans[:i]) for i in range(len(spans))]
         self._spans = spans
@@ -31,7 +38,9 @@ class Norm:
         self._sums.zero_()
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Take the final gradient of one parameter."""
+        """Take the final gradient of one parameter, or of this rank's shard of it, which may be empty."""
+        if not self._spans[index]:
+            return
         span_sums(gradient, self._sums[self._starts[index] : self._starts[index] + self._spans[index]])
 
     def differs(self, index: int, gradient: Tensor) -> Tensor:
@@ -39,15 +48,22 @@ class Norm:
         own = self._sums[self._starts[index] : self._starts[index] + self._spans[index]]
         again = torch.empty_like(own)
         span_sums(gradient, again)
-        return (own != again).any() & self.finite_so_far()
+        return (own != again).any() & self._finite_here()
 
     def finite_so_far(self) -> Tensor:
-        """Whether everything added since `clear` is finite."""
+        """Whether everything added since `clear` is finite, on all ranks.
+
+        One number is gathered for it, in the stream that has just reduced the gradients, and the host does not wait.
+        Asking only this rank was rejected: an infinity in one shard would stop the update there and nowhere else.
+        """
+        return all_of(self._group, self._finite_here())
+
+    def _finite_here(self) -> Tensor:
         return self._sums.sum().isfinite()  # squares are never negative, so no infinity cancels another
 
     def total(self) -> Tensor:
-        """Sum of squares of everything added since `clear`, fp64."""
-        return halve(self._sums)
+        """Sum of squares of everything added since `clear`, fp64, over all ranks."""
+        return sum_over(self._group, halve(self._sums))
 
 
 class Scalars:

@@ -23,24 +23,23 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from penstock.errors import RecipeError
 from penstock.hardware import near_cores
+from penstock.layout import DEFAULT_CHUNK, NUM_SLOTS, STREAM_QUEUE, HomeName
 from penstock.offload.auto import choose_homes, need_of
-from penstock.offload.deal import HomeName, deal
 from penstock.offload.formats import StateName, StateView, format_named
-from penstock.offload.homes import NUM_SLOTS, Chunk, Coefficients, Home, HostHome, ResidentHome, StreamHome, Update
+from penstock.offload.homes import Chunk, Coefficients, Home, HostHome, ResidentHome, StreamHome, Update
 from penstock.offload.kernels import GO, split
 from penstock.offload.lanes import Mark, Tape, ToHost, main_mark, main_waits
 from penstock.offload.norm import Norm, Scalars, clip
 from penstock.offload.saved import check_format, read_state, write_state
+from penstock.offload.shards import check_blocks, gather_waits, group_of, local, local_start
 from penstock.offload.units import Unit, find_units
+from penstock.plan.deal import deal
 
 Schedule = Literal["after-norm", "in-backward"]
-DEFAULT_CHUNK = 1 << 24
-"""Elements in a chunk: 160 MiB of fp32 state, long enough a copy to run at the link's full rate."""
-STREAM_QUEUE = 16
-"""Chunks that may wait for a slot during backward: their gradients take memory that the plan does not know of."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,11 @@ class OffloadAdamW(torch.optim.Optimizer):
     gradients of one micro-batch are there while the next one runs.
     `states`: `fp32` is exact; `bf16` and `int8` keep the moments in fewer bits, with stochastic rounding that depends
     on nothing but element, parameter and step, so homes and chunks stay invisible. See `formats.py`.
+    `remainders`: what bf16 weights lost when whoever loaded them rounded them, by `kernels.split`, as flat tensors.
+
+    Parameters may be sharded by FSDP2's `fully_shard`. Each rank then updates its shards, a unit is what FSDP2 gathers
+    at once, and its gather waits for its update; clipping is by the norm over all ranks. `ranks_here` of them share the
+    memory of this machine.
     """
 
     def __init__(
@@ -87,6 +91,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         forward_seconds: float = 0.0,
         backward_seconds: float = 0.0,
         units: Iterable[nn.Module] | None = None,
+        remainders: Mapping[nn.Parameter, Tensor] | None = None,
+        ranks_here: int = 1,
     ) -> None:
         self.schedule: Schedule = ("after-norm" if max_grad_norm else "in-backward") if schedule == "auto" else schedule
         if self.schedule == "in-backward" and max_grad_norm:
@@ -102,19 +108,20 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._group_of = [i for i, g in enumerate(self.param_groups) for p in g["params"] if p.requires_grad]
         self._device = self._parameters[0].device
         self._check_parameters()
-        remainders = self._round_to(working_dtype)
-        self._norm = Norm([p.numel() for p in self._parameters], self._device)
+        rounded_off = self._round_to(working_dtype, remainders or {})
+        self._norm = Norm([local(p).numel() for p in self._parameters], self._device, group_of(self._parameters[0]))
         self._scalars = Scalars(len(self.param_groups), self._device)
-        self._states = format_named(states)
-        chunk_size = self._states.whole_blocks(chunk_size)
+        self.states = format_named(states)
+        check_blocks(self._parameters, self.states)
+        chunk_size = self.states.whole_blocks(chunk_size)
         self._units = find_units(model, self._parameters, units)
         self.tape = Tape(self._device)
         self._near = near_cores(self._device)
         self._cores = self._near[: max(1, int(len(self._near) * cpu_adam_cores))]
         if homes == "auto":
             need = need_of(
-                self._parameters,
-                self._states,
+                [local(p) for p in self._parameters],
+                self.states,
                 activation_bytes=activation_bytes,
                 kept_bytes=kept_bytes,
                 accumulates=accumulates or micro_batches > 1,
@@ -122,12 +129,14 @@ class OffloadAdamW(torch.optim.Optimizer):
                 overlap=overlap,
                 hidden_seconds=forward_seconds if self.schedule == "after-norm" else backward_seconds,
             )
-            staging_bytes = NUM_SLOTS * self._states.num_bytes(chunk_size, torch.bfloat16)
-            placement = choose_homes(need, self._device, self._states, staging_bytes=staging_bytes, cores=self._cores)
+            staging_bytes = NUM_SLOTS * self.states.num_bytes(chunk_size, torch.bfloat16)
+            placement = choose_homes(
+                need, self._device, self.states, staging_bytes=staging_bytes, cores=self._cores, ranks_here=ranks_here
+            )
             homes = cast(dict[HomeName, float], placement.fractions())
         self._assign(homes if isinstance(homes, Mapping) else {homes: 1.0}, chunk_size)
-        self._start_from(remainders)
-        self._fresh = all(remainder is None for remainder in remainders)  # state is zero, masters are the weights
+        self._start_from(rounded_off)
+        self._fresh = all(remainder is None for remainder in rounded_off)  # state is zero, masters are the weights
         self._hold_updates = False  # inside accumulate()
         self._passes = [0] * len(self._parameters)  # gradients that came in this step, by parameter
         self._open = False  # a step has begun: its first gradient is final
@@ -152,9 +161,10 @@ class OffloadAdamW(torch.optim.Optimizer):
                 )
 
     def _cut(self, index: int, chunk_size: int) -> list[Chunk]:
-        p = self._parameters[index]
-        starts = range(0, p.numel(), chunk_size)
-        return [Chunk(index, start, min(chunk_size, p.numel() - start), p.dtype, self._states) for start in starts]
+        p, offset = self._parameters[index], local_start(self._parameters[index])
+        size = local(p).numel()
+        starts = range(0, size, chunk_size)
+        return [Chunk(index, start, min(chunk_size, size - start), p.dtype, self.states, offset) for start in starts]
 
     def _assign(self, shares: Mapping[HomeName, float], chunk_size: int) -> None:
         """Cut parameters into chunks, make the homes, and say which chunk lives where."""
@@ -172,11 +182,12 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._chunks[chunk.parameter].append(chunk)
 
     @torch.no_grad()
-    def _round_to(self, dtype: torch.dtype | None) -> list[Tensor | None]:
+    def _round_to(self, dtype: torch.dtype | None, known: Mapping[nn.Parameter, Tensor]) -> list[Tensor | None]:
         """Round fp32 weights to bf16 if asked; the remainders keep the precision that the weights lose."""
-        remainders: list[Tensor | None] = [None] * len(self._parameters)
+        remainders: list[Tensor | None] = [known.get(p) for p in self._parameters]
         for index, p in enumerate(self._parameters):
             if dtype is torch.bfloat16 and p.dtype is torch.float32:
+                assert not isinstance(p, DTensor), "FSDP2 has set itself up for the type of a parameter: round before"
                 weight, remainders[index] = split(p.detach().view(-1))
                 p.data = weight.view(p.shape)
         return remainders
@@ -187,7 +198,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         for chunks, p, remainder in zip(self._chunks, self._parameters, remainders, strict=True):
             for chunk in chunks:
                 home = self._home_of[chunk]
-                home.weight_was_set(chunk, chunk.of(p.detach().view(-1)))
+                home.weight_was_set(chunk, chunk.of(local(p).view(-1)))
                 if remainder is not None:
                     chunk.view(home.state(chunk)).remainder.copy_(chunk.of(remainder))
 
@@ -198,7 +209,9 @@ class OffloadAdamW(torch.optim.Optimizer):
             model.register_load_state_dict_post_hook(lambda *_: self._weights_were_set()),
         ]
         for unit in self._units:
-            self._hooks.append(unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._wait(unit)))
+            wait = cast(Callable[..., None], lambda *_, unit=unit: self._wait(unit))
+            # First of the module's hooks: FSDP2 gathers the weights in one of its own, and would gather the old ones.
+            self._hooks.append(unit.module.register_forward_pre_hook(wait, prepend=True))
             for index in unit.parameters:
                 hook = cast(Callable[[Tensor], None], lambda p, i=index, u=unit: self._gradient_came(i, u))
                 self._hooks.append(self._parameters[index].register_post_accumulate_grad_hook(hook))
@@ -234,7 +247,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._seen.add(index)
         gradient = self._parameters[index].grad
         assert gradient is not None
-        flat = gradient.contiguous().view(-1)
+        flat = local(gradient).contiguous().view(-1)
         self._norm.add(index, flat)
         self._final[index], self._versions[index] = flat, flat._version
         if self.schedule == "in-backward":
@@ -348,7 +361,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             if flat is not None and not (self._overlap and self.schedule == "after-norm"):
                 for chunk in self._chunks[index]:
                     self._home_of[chunk].gradient_final(chunk, chunk.of(flat))
-            weight = self._parameters[index].detach().view(-1)
+            weight = local(self._parameters[index]).view(-1)
             for chunk in self._chunks[index]:
                 part = None if flat is None else chunk.of(flat)
                 update = Update(chunk, chunk.of(weight), part, rows[self._group_of[index]], ready)
@@ -375,7 +388,9 @@ class OffloadAdamW(torch.optim.Optimizer):
         if unit.updates:
             with self.tape.on_device("wait"):
                 for update in unit.updates:
-                    main_waits(self._device, update.result())
+                    mark = update.result()
+                    main_waits(self._device, mark)
+                    gather_waits(unit.module, mark)
             unit.updates.clear()
 
     def state_bytes(self) -> dict[str, int]:
@@ -388,7 +403,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         if "host" in parts:
             parts["host"] += f" (cores: {len(self._cores)})"
         overlap = "" if self._overlap else ", without overlap"
-        return f"optimizer state in {self._states.name}: {', '.join(parts.values())}; schedule {self.schedule}{overlap}"
+        return f"optimizer state in {self.states.name}: {', '.join(parts.values())}; schedule {self.schedule}{overlap}"
 
     def synchronize(self) -> None:
         """Wait until every update has been made; weights and state may then be read anywhere."""
@@ -429,7 +444,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take everything back, weights included: the working weight is the rounded master."""
-        check_format(state_dict["state"], self._states)
+        check_format(state_dict["state"], self.states)
         self.synchronize()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)

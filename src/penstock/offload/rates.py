@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from penstock.offload.arena import Arena, padded
+from penstock.layout import padded
+from penstock.offload.arena import Arena
 from penstock.offload.formats import FORMATS, StateFormat, StateView
 from penstock.offload.homes import Chunk
 from penstock.offload.kernels import NUM_COEFFICIENTS

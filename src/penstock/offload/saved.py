@@ -15,6 +15,7 @@ from penstock.errors import RecipeError
 from penstock.offload.formats import FORMATS, StateFormat
 from penstock.offload.homes import Chunk
 from penstock.offload.kernels import join, split
+from penstock.offload.shards import local
 
 NAMES = {
     "first": "exp_avg",
@@ -26,26 +27,30 @@ NAMES = {
 
 
 def read_state(parameter: Tensor, where: Sequence[tuple[Chunk, Tensor]]) -> dict[str, Tensor]:
-    """The fp32 master and the moments of a parameter, from its chunks and the bytes of each."""
-    weight = parameter.detach().view(-1)
+    """The fp32 master and the moments of a parameter, from its chunks and the bytes of each. Of a shard: its part."""
+    parameter = local(parameter)
+    weight = parameter.view(-1)
     pieces: dict[str, list[Tensor]] = {}
     for chunk, buffer in where:
         view, own = chunk.view(buffer), chunk.of(weight)
         master = join(own, view.remainder.to(own.device)) if chunk.dtype is torch.bfloat16 else own
         for name, tensor in (("master", master), *((NAMES[part.name], tensor) for part, tensor in view.moments())):
             pieces.setdefault(name, []).append(tensor.cpu())
+    if not where:  # a rank that holds nothing of it
+        return {"master": weight.cpu().float().view(parameter.shape)}
     whole = {name: torch.cat(tensors) for name, tensors in pieces.items()}
     return {name: t if name.endswith("scale") else t.view(parameter.shape) for name, t in whole.items()}
 
 
 def write_state(parameter: Tensor, where: Sequence[tuple[Chunk, Tensor]], entry: Mapping[str, Tensor]) -> None:
     """Take it back, and the working weight with it."""
+    parameter = local(parameter)
     assert entry["master"].shape == parameter.shape, "the state is of another model"
     for chunk, buffer in where:
         view = chunk.view(buffer)
         master = chunk.of(entry["master"].reshape(-1))
         weight, remainder = split(master) if chunk.dtype is torch.bfloat16 else (master, view.remainder)
-        chunk.of(parameter.detach().view(-1)).copy_(weight)
+        chunk.of(parameter.view(-1)).copy_(weight)
         view.remainder.copy_(remainder)
         for part, tensor in view.moments():
             tensor.copy_(part.of(entry[NAMES[part.name]].reshape(-1), chunk.start, chunk.size))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.offload.saved import NAMES
+from penstock.offload.shards import extents, local
 
 if TYPE_CHECKING:
     from penstock.offload.optimizer import OffloadAdamW
@@ -33,17 +34,22 @@ class SavedTensor:
     dtype: torch.dtype
     pieces: tuple[Tensor, ...]
     """Flat views whose elements, one piece after another, are those of the tensor. Writing to them sets it."""
+    bytes_by_rank: tuple[int, ...] = ()
+    """Of a tensor that is sharded: what each rank holds of it, in the order of the elements; `pieces` is this rank's
+    part. Empty for one that every rank holds whole."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all pieces."""
-        return sum(piece.nbytes for piece in self.pieces)
+        """Bytes of all pieces, on all ranks."""
+        return sum(self.bytes_by_rank) or sum(piece.nbytes for piece in self.pieces)
 
 
 def whole(name: str, tensor: Tensor) -> SavedTensor:
-    """A contiguous tensor that lies in one piece."""
-    assert tensor.is_contiguous(), f"{name} is written where it lies"
-    return SavedTensor(name, tuple(tensor.shape), tensor.dtype, (tensor.detach().view(-1),))
+    """A contiguous tensor that lies in one piece, or in one piece a rank."""
+    own = local(tensor)
+    assert own.is_contiguous(), f"{name} is written where it lies"
+    by_rank = tuple(size * tensor.itemsize for _, size in extents(tensor)) if own is not tensor else ()
+    return SavedTensor(name, tuple(tensor.shape), tensor.dtype, (own.view(-1),), by_rank if len(by_rank) > 1 else ())
 
 
 def weight_tensors(model: nn.Module) -> list[SavedTensor]:
@@ -57,9 +63,11 @@ def state_tensors(optimizer: OffloadAdamW, names: Mapping[nn.Parameter, str]) ->
     """Every tensor of the state, named after its parameter. To be read or written before the next backward."""
     found = [whole(name, tensor) for name, tensor in optimizer.scalar_state().items()]
     for parameter, views in optimizer.chunk_states():
-        for part in views[0].states.parts(parameter.dtype):
+        sizes = [size for _, size in extents(parameter)]
+        for part in optimizer.states.parts(parameter.dtype):
             pieces = tuple(getattr(view, part.name) for view in views)
             shape = tuple(parameter.shape) if part.elements == 1 else (part.count(parameter.numel()),)
             name = f"{names[parameter]}.{NAMES.get(part.name, part.name)}"
-            found.append(SavedTensor(name, shape, part.dtype, pieces))
+            by_rank = tuple(part.count(size) * part.dtype.itemsize for size in sizes) if len(sizes) > 1 else ()
+            found.append(SavedTensor(name, shape, part.dtype, pieces, by_rank))
     return found

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from penstock.errors import RecipeError
 from penstock.offload.lanes import Mark
@@ -24,18 +25,32 @@ class Unit:
 
 
 def find_units(model: nn.Module, parameters: Sequence[Tensor], units: Iterable[nn.Module] | None) -> list[Unit]:
-    """The given modules, or the elements of every list of modules, then each module with weights of its own."""
+    """The given modules, or the elements of every list of modules, then each module with weights of its own.
+
+    If FSDP2 has sharded the model, units are what it gathers at once, since a gather must find every weight updated.
+    """
     index_of = {id(p): i for i, p in enumerate(parameters)}
     containers = (nn.ModuleList, nn.ModuleDict)  # never called themselves, so no unit either
     lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
     elements = (e for modules in lists for e in modules if not isinstance(e, containers))
     chosen = set(units) if units is not None else set(elements)
     found: list[Unit] = []
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     for module in model.modules():
-        own = module.parameters(recurse=module in chosen)
+        if sharded and not isinstance(module, FSDPModule):
+            continue
+        own = gathered_with(module) if sharded else module.parameters(recurse=module in chosen)
         indices = [index_of.pop(id(p)) for p in own if id(p) in index_of]
         if indices:
             found.append(Unit(module, indices, waiting=len(indices)))
     if index_of:
         raise RecipeError(f"{len(index_of)} of the parameters to train are not in the model", remedy="Check params.")
     return found
+
+
+def gathered_with(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of an FSDP2 module that no FSDP2 module within it has."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from gathered_with(child)

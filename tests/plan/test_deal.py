@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.offload.deal import LEAD, SMALL, deal, joined
 from penstock.offload.formats import FORMATS
 from penstock.offload.homes import Chunk
+from penstock.plan.deal import LEAD, SMALL, deal, joined
 
 MIX = {"gpu": 0.58, "stream": 0.25, "host": 0.17}
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 import torch
 
-from penstock.bench.timing import median_seconds, rate
 from penstock.hardware import available_host_bytes, near_cores, usable_cores
 from penstock.offload.arena import Arena
 from penstock.offload.formats import FORMATS
@@ -21,6 +20,7 @@ from penstock.offload.homes import Chunk
 from penstock.offload.kernels import NUM_COEFFICIENTS
 from penstock.offload.lanes import Lane, Tape
 from penstock.offload.pool import Pool
+from penstock.offload.timing import median_seconds, rate
 
 SECONDS = 0.3
 """For each measurement; nine of them and their buffers stay under eight seconds."""

@@ -10,11 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Protocol, TypeVar
 
-from penstock.offload.homes import Chunk
+from penstock.layout import HomeName
 
-HomeName = Literal["gpu", "stream", "host"]
+
+class Cut(Protocol):
+    """A slice of a parameter: the engine's `Chunk` or the plan's `Piece`, both frozen dataclasses."""
+
+    @property
+    def parameter(self) -> int:
+        """Number of the parameter."""
+
+    @property
+    def start(self) -> int:
+        """Its first element."""
+
+    @property
+    def size(self) -> int:
+        """Its elements."""
+
+
+Chunk = TypeVar("Chunk", bound=Cut)
 LEAD = 0.08
 """Share of the model, from its start, that is resident if the GPU's share allows: the embedding and a layer or two."""
 SMALL = 1e-4
@@ -73,7 +90,8 @@ def joined(chunks: Sequence[Chunk]) -> list[Chunk]:
     for chunk in chunks:
         last = found[-1] if found else None
         if last and last.parameter == chunk.parameter and last.start + last.size == chunk.start:
-            found[-1] = replace(last, size=last.size + chunk.size)
+            joint: Any = last  # a protocol cannot say that it is a dataclass
+            found[-1] = replace(joint, size=last.size + chunk.size)
         else:
             found.append(chunk)
     return found

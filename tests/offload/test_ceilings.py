@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from penstock.bench.ceilings import Ceilings, measure_ceilings
+from penstock.offload.ceilings import Ceilings, measure_ceilings
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,167 @@
+"""The processes of one run: who this one is, how they find each other, and what they must agree on.
+
+A run with one process has no process group at all; everything here is then what it looks like. With more, whoever
+started them says so in the environment: our own launcher (`launch.py`) and torchrun in torch's variables, srun in its
+own. Tensors on GPUs go through NCCL; a second group on the host (gloo) carries what the hosts must agree on without
+waiting for their GPUs, and checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import RecipeError
+from penstock.hardware import near_cores, usable_cores
+from penstock.offload.shards import sum_over
+
+T = TypeVar("T")
+PATIENCE = timedelta(hours=2)
+"""How long a rank waits for another: one may read 140 GB of weights or a data set meanwhile. A rank that died is
+noticed by its closed connection, not by this."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of the run."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        return self.rank == 0
+
+    @property
+    def many(self) -> bool:
+        """Whether there are others."""
+        return self.size > 1
+
+    @property
+    def times(self) -> str:
+        """How many devices, in words before the name of one."""
+        return f"{self.size} x " if self.many else ""
+
+    def share(self, make: Callable[[], T]) -> T:
+        """What `make` gives on rank 0, on all ranks. Only rank 0 calls it; if it fails there, the run is over."""
+        if not self.many:
+            return make()
+        box = [make() if self.first else None]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        shared: T = box[0]  # type: ignore[assignment]
+        return shared
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """The first rank of each machine before its others, which then find what that one has cached."""
+        if self.many and self.local_rank:
+            self.largest(0)
+        yield
+        if self.many and not self.local_rank:
+            self.largest(0)
+
+    def largest(self, number: int) -> int:
+        """The largest of the ranks' numbers. The hosts wait for each other here, their GPUs do not."""
+        if not self.many:
+            return number
+        mine = torch.tensor([number])
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+        return int(mine)
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of a number over the ranks, on its device."""
+        return sum_over(dist.group.WORLD if self.many else None, value)
+
+    def pick(self, device: torch.device) -> torch.device:
+        """The device of this rank."""
+        if device.type != "cuda" or not self.many:
+            return device
+        if self.local_size > torch.cuda.device_count():
+            raise RecipeError(
+                f"{self.local_size} ranks on this machine, and torch sees {torch.cuda.device_count()} GPUs",
+                remedy="Lower --gpus, or use --device cpu.",
+            )
+        return torch.device("cuda", self.local_rank)
+
+
+ALONE = World()
+"""A run with one process."""
+
+
+def find_world(environment: Mapping[str, str] = os.environ) -> World:
+    """What the environment says: torch's variables (our launcher, torchrun), or those of a SLURM step."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+    elif _number(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # set by srun: a batch script alone is no step
+        names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
+    else:
+        return ALONE
+    missing = [name for name in names if name not in environment]
+    if missing:
+        remedy = "Start it with torchrun, srun, or penstock train --gpus N."
+        raise RecipeError(f"{names[0]} is set and {missing[0]} is not", where="environment", remedy=remedy)
+    return World(*(_number(environment[name]) for name in names))
+
+
+def _number(text: str) -> int:
+    """A number of the environment. SLURM writes tasks a node as 4, or as 4(x2) for two machines alike."""
+    digits = text.split("(")[0].split(",")[0]
+    if not digits.isdigit():
+        raise RecipeError(f"{text!r} is not a number", where="environment")
+    return int(digits)
+
+
+@contextmanager
+def joined(world: World, device: torch.device) -> Iterator[None]:
+    """The ranks know each other inside. A rank that leaves by an error does not wait for the others."""
+    if not world.many:
+        yield
+        return
+    if "MASTER_ADDR" not in os.environ:  # srun says where it was started, which is the first machine of the job
+        os.environ["MASTER_ADDR"] = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+        os.environ["MASTER_PORT"] = str(29_500 + int(os.environ.get("SLURM_JOB_ID", "0")) % 1_000)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # or every rank would make a context on the first GPU
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=PATIENCE)
+    yield
+    world.largest(0)  # rank 0 may still be writing: ending the group under it would end the run as a failure
+    dist.destroy_process_group()
+
+
+def bind(world: World, device: torch.device) -> list[int]:
+    """Keep this rank to its share of the cores near its device, and with them to their memory. Returns the cores.
+
+    Ranks near the same cores split them, so that no CPU update takes the cores of another's. With fewer cores than
+    ranks nothing is bound: two ranks on one core would wait for each other.
+    """
+    if not world.many:
+        return usable_cores()
+    near = near_cores(device)
+    neighbours = _neighbours(world, near)
+    place, share = neighbours.index(world.rank), len(near) // len(neighbours)
+    if share:
+        os.sched_setaffinity(0, near[place * share : (place + 1) * share])
+        torch.set_num_threads(share)
+    else:
+        torch.set_num_threads(1)
+    return usable_cores()
+
+
+def _neighbours(world: World, near: list[int]) -> list[int]:
+    """Ranks of this machine that are near the same cores."""
+    everyone: list[tuple[int, list[int]]] = [(0, [])] * world.size
+    dist.all_gather_object(everyone, (world.rank - world.local_rank, near))
+    mine = (world.rank - world.local_rank, near)
+    return [rank for rank, other in enumerate(everyone) if other == mine]

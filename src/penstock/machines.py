@@ -1,0 +1,197 @@
+"""Machines: what the plan needs to know of one, and a table of those that people ask about.
+
+One of them was measured (H200). The others are data sheets times the shares of a data sheet that the H200 really gave:
+each entry says so, and names its sources. A plan for such a machine is an estimate; `--remeasure` on the machine itself
+replaces it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from penstock.errors import RecipeError, did_you_mean
+
+RESULTS = "benchmarks/results/2026-11-15-h200"
+MATRIX_SHARE = 784e12 / 989.4e12
+"""Of the dense bf16 peak, what an 8192-cubed product gives on the H200 (RESULTS/ceilings.json)."""
+MEMORY_SHARE = 4.18e12 / 4.8e12
+"""Of the GPU memory's bandwidth, what a copy gives, read and write counted (RESULTS/ceilings.json)."""
+LINK_SHARE = 37e9 / 64e9
+"""Of a link's one-way peak, what each way gives while both ways and the CPU's updates run (evidence: 37 GB/s each way
+on PCIe 5 x16, beside CPU AdamW)."""
+PARAMS_PER_CORE = 2.3e9 / 14
+"""CPU AdamW a core and second while the link is busy: 2.3 G/s by 14 of 16 cores (evidence)."""
+HOST_TRAFFIC = 26
+"""Bytes of host memory that one CPU update reads and writes: state both ways, gradient, weight both ways."""
+HOST_MEMORY_SHARE = 0.6
+"""Of the host memory's bandwidth, what is left for updates beside the link's traffic (an assumption)."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU and its share of the host, in rates that were reached or are expected, not in peaks."""
+
+    name: str
+    gpu_bytes: int
+    """All of the GPU's memory, the driver's share included. Without a GPU: 0."""
+    host_bytes: int
+    """Of the whole host; `gpus_per_host` GPUs share it."""
+    cores: int
+    matrix_flops_per_s: float
+    device_memory_bytes_per_s: float
+    """A copy on the device, read and write counted. Without a GPU: the host's."""
+    link_bytes_per_s: float
+    """Each way, while both ways and the CPU are busy."""
+    host_params_per_s: float
+    """CPU AdamW by the usual share of the cores, while the link is busy."""
+    peer_bytes_per_s: float = 25e9
+    """Between GPUs, each way."""
+    disk_bytes_per_s: float | None = None
+    gpus_per_host: int = 0
+    """GPUs that share the host memory: 1 on a superchip, 0 for all there are."""
+    unified: bool = False
+    """GPU and host memory are the same: nothing is gained by moving state."""
+    measured: bool = False
+    sources: tuple[str, ...] = ()
+
+    @property
+    def has_gpu(self) -> bool:
+        """False for a CPU."""
+        return self.gpu_bytes > 0 or self.unified
+
+
+@dataclass(frozen=True)
+class Peak:
+    """A line of a data sheet."""
+
+    matrix_tflops: float
+    """bf16, dense, fp32 accumulation."""
+    memory_gb_per_s: float
+    link_gb_per_s: float
+    """One way."""
+    host_memory_gb_per_s: float
+    peer_gb_per_s: float
+    """One way, between GPUs of one machine."""
+
+
+def _machine(
+    name: str,
+    gpu_mib: int,
+    host_gb: float,
+    cores: int,
+    peak: Peak,
+    *sources: str,
+    gpus_per_host: int = 0,
+    unified: bool = False,
+) -> Machine:
+    memory = peak.host_memory_gb_per_s * 1e9 * HOST_MEMORY_SHARE / HOST_TRAFFIC
+    return Machine(
+        name,
+        gpu_bytes=gpu_mib * 2**20,
+        host_bytes=int(host_gb * 1e9),
+        cores=cores,
+        matrix_flops_per_s=peak.matrix_tflops * 1e12 * MATRIX_SHARE,
+        device_memory_bytes_per_s=peak.memory_gb_per_s * 1e9 * MEMORY_SHARE,
+        link_bytes_per_s=peak.link_gb_per_s * 1e9 * LINK_SHARE,
+        host_params_per_s=min(0.9 * cores * PARAMS_PER_CORE, memory),
+        peer_bytes_per_s=peak.peer_gb_per_s * 1e9 * 0.8,
+        gpus_per_host=gpus_per_host,
+        unified=unified,
+        sources=sources,
+    )
+
+
+_KLOCKWOOD = "https://glennklockwood.com/garden/processors/"
+_MLPERF = "https://github.com/mlcommons/"
+_SMI = "GPU memory as nvidia-smi reports it"
+_HOST = "host: assumed, set --host-memory and --cores"
+
+H200 = Machine(
+    "h200",
+    gpu_bytes=143771 * 2**20,
+    host_bytes=125 * 2**30,
+    cores=16,
+    matrix_flops_per_s=784e12,
+    device_memory_bytes_per_s=4.18e12,
+    link_bytes_per_s=37e9,
+    host_params_per_s=2.3e9,
+    peer_bytes_per_s=450e9 * 0.8,
+    measured=True,
+    sources=(f"measured: {RESULTS}/ceilings.json, machine.txt and the evidence of 2026-11-15", "PCIe 5 x16, 16 cores"),
+)
+
+MACHINES: dict[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        H200,
+        _machine("h100", 81559, 512, 32, Peak(989.4, 3350, 64, 300, 450),
+                 _KLOCKWOOD + "h100", _SMI, _HOST),
+        _machine("a100", 81920, 512, 32, Peak(312, 2039, 32, 200, 300),
+                 _KLOCKWOOD + "A100", _SMI, _HOST),
+        _machine("gh200", 97871, 480, 72, Peak(989.4, 4000, 450, 500, 150),
+                 "https://datacrunch.io/blog/data-movement-in-the-nvidia-gh200-grace-hopper-superchip (96 GB HBM3, "
+                 "480 GB LPDDR5X, C2C 450 GB/s one way)", _KLOCKWOOD + "h100 (matrix rate)", _SMI,
+                 "peer link: assumed", gpus_per_host=1),
+        _machine("gb200", 189471, 480, 72, Peak(2250, 7700, 450, 500, 900),
+                 "https://verda.com/blog/gb300-nvl72-architecture (bf16, HBM, NVLink)",
+                 _MLPERF + "inference_results_v6.1 GB200-NVL72 (186 GB a GPU, two GPUs a Grace CPU)", _SMI,
+                 gpus_per_host=2),
+        _machine("mi300a", 0, 128, 24, Peak(980.6, 5300, 5300, 5300, 128),
+                 "https://rocm.docs.amd.com/en/docs-6.2.2/conceptual/gpu-arch/mi300.html (architecture)",
+                 "https://www.tomshardware.com/pc-components/cpus/amd-unveils-instinct-mi300x-gpu-and-mi300a-apu-"
+                 "claims-up-to-16x-lead-over-nvidias-competing-gpus (128 GB shared by CPU and GPU)",
+                 "matrix rate: AMD's data sheet, not looked up again; ROCm was never run",
+                 gpus_per_host=1, unified=True),
+        _machine("rtx4090", 24564, 128, 16, Peak(165.2, 1008, 32, 80, 20),
+                 "https://hmc-tech.com/gpus/nvidia-geforce-rtx-4090-vs-nvidia-rtx-pro-5000-blackwell", _SMI, _HOST),
+        _machine("rtx5090", 32607, 128, 16, Peak(209.5, 1792, 64, 80, 40),
+                 "https://www.spheron.network/blog/nvidia-rtx-5090-specs/ (838 TFLOP/s sparse with fp16 sums: a "
+                 "quarter of it dense with fp32 sums)", _SMI, _HOST),
+        _machine("gb10", 0, 128, 20, Peak(125, 273, 273, 273, 20),
+                 "https://ai-infrastructure.net/dgx-spark/ (128 GB unified, 273 GB/s, 20 cores)",
+                 "matrix rate: an eighth of the 1 PFLOP/s of sparse FP4", gpus_per_host=1, unified=True),
+    )
+}  # fmt: skip
+"""By the name that --gpu takes."""
+
+
+def find_machine(gpu: str, *, host_memory: str = "", link: str = "", cores: int = 0, gpu_memory: str = "") -> Machine:
+    """A known machine, with what the caller knows better."""
+    known = MACHINES.get(gpu.lower())
+    if known is None:
+        raise RecipeError(f"--gpu {gpu}: no such machine is known", remedy=did_you_mean(gpu, MACHINES))
+    return adjusted(known, host_memory=host_memory, link=link, cores=cores, gpu_memory=gpu_memory)
+
+
+def adjusted(
+    machine: Machine, *, host_memory: str = "", link: str = "", cores: int = 0, gpu_memory: str = ""
+) -> Machine:
+    """The machine with another host memory, link (one-way peak), number of cores or GPU memory."""
+    if host_memory:
+        machine = dataclasses.replace(machine, host_bytes=parse_bytes(host_memory, "--host-memory"))
+    if gpu_memory:
+        if machine.unified:
+            raise RecipeError(f"--gpu-memory: {machine.name} has one memory", remedy="Set it with --host-memory.")
+        machine = dataclasses.replace(machine, gpu_bytes=parse_bytes(gpu_memory, "--gpu-memory"))
+    if link:
+        peak = parse_bytes(link.removesuffix("/s"), "--link")
+        machine = dataclasses.replace(machine, link_bytes_per_s=peak * LINK_SHARE, measured=False)
+    if cores:
+        if cores < 0:
+            raise RecipeError(f"--cores {cores}: must be positive")
+        rate = machine.host_params_per_s * cores / machine.cores
+        machine = dataclasses.replace(machine, cores=cores, host_params_per_s=rate, measured=False)
+    return machine
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str, flag: str) -> int:
+    """480GiB, 128GB, 1.5TiB, or plain bytes."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", text.lower())
+    if not match or float(match[1]) <= 0:
+        raise RecipeError(f"{flag} {text!r}: is not a size", remedy="Such as 480GiB or 128GB; a rate is 450GB/s.")
+    return int(float(match[1]) * _UNITS[match[2] or ""])

@@ -1,0 +1,100 @@
+"""Parameters that FSDP2 has sharded, as the optimizer sees them: the local part, and where in the whole it lies.
+
+FSDP2 gives every rank some rows of each parameter, in a DTensor; a small parameter may leave a rank with none. All of
+the optimizer works on local tensors, which for a parameter that is not sharded is the parameter itself, so one path
+serves one GPU and many. Letting DTensor do the arithmetic was rejected: every operation would ask it how to run.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from penstock.errors import RecipeError
+from penstock.offload.formats import StateFormat
+from penstock.offload.lanes import Mark
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, without autograd; writing to it writes to the tensor."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():  # detaching a DTensor is an operation that it thinks about
+            return tensor.to_local()
+    return tensor.detach()
+
+
+def local_start(tensor: Tensor) -> int:
+    """Index of the first local element in the whole tensor."""
+    return extents(tensor)[dist.get_rank(tensor.device_mesh.get_group())][0] if isinstance(tensor, DTensor) else 0
+
+
+def extents(tensor: Tensor) -> list[tuple[int, int]]:
+    """Of every rank, where its elements begin in the whole tensor and how many there are."""
+    if not isinstance(tensor, DTensor):
+        return [(0, tensor.numel())]
+    if tensor.device_mesh.ndim != 1 or tensor.placements != (Shard(0),):
+        raise RecipeError(
+            f"a parameter of shape {tuple(tensor.shape)} is placed as {tensor.placements}",
+            remedy="OffloadAdamW takes parameters that FSDP2 has sharded by rows over one mesh, fully_shard's default.",
+        )
+    rows, ranks = tensor.shape[0], tensor.device_mesh.size()
+    each, row = -(-rows // ranks), tensor.numel() // max(1, rows)
+    starts = [min(rank * each, rows) * row for rank in range(ranks + 1)]
+    return [(start, end - start) for start, end in itertools.pairwise(starts)]
+
+
+def group_of(tensor: Tensor) -> dist.ProcessGroup | None:
+    """The ranks among which a tensor is sharded."""
+    return tensor.device_mesh.get_group() if isinstance(tensor, DTensor) else None
+
+
+def check_blocks(parameters: list[Tensor], states: StateFormat) -> None:
+    """Refuse a format whose blocks the ranks would cut.
+
+    A block has one scale. Counting blocks from the start of each shard was rejected: what is saved on two ranks would
+    then have other scales than on one, and could not be read there to the same bits.
+    """
+    for p in parameters:
+        if any(start % states.block for start, size in extents(p) if size):
+            raise RecipeError(
+                f"states = {states.name!r}: {len(extents(p))} ranks would cut a parameter of shape {tuple(p.shape)} "
+                f"within a block of {states.block} elements, which share a scale",
+                remedy="Use --states bf16 or fp32, or another number of ranks.",
+            )
+
+
+def gather_waits(module: nn.Module, mark: Mark) -> None:
+    """FSDP2's next all-gather of the module reads its shards after `mark`.
+
+    FSDP2 copies shards for the all-gather on a stream of its own, which waits for the main stream when the whole model
+    is called and not again for each module: without this a gather would read weights that an update is still writing.
+    Its public `set_post_optim_event` was rejected: that has the first gather wait for the last update.
+    """
+    if isinstance(module, FSDPModule):
+        context = module._get_fsdp_state()._comm_ctx
+        mark.hold(getattr(context, "all_gather_copy_in_stream", None))
+
+
+def sum_over(group: dist.ProcessGroup | None, value: Tensor) -> Tensor:
+    """The sum over all ranks, the same to the bit on each and in every run: gathered, then added in order of rank.
+
+    An all-reduce was rejected: its order of additions is the library's own affair.
+    """
+    if group is None:
+        return value
+    parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, value.contiguous(), group=group)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def all_of(group: dist.ProcessGroup | None, flag: Tensor) -> Tensor:
+    """Whether the flag is set on all ranks."""
+    return flag if group is None else sum_over(group, (~flag).to(torch.float64)) == 0

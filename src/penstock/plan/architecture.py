@@ -1,0 +1,110 @@
+"""The numbers of the model that a recipe names, without torch, transformers or a network.
+
+Presets carry theirs. Anything else has a config.json: in its directory, in the package (`demo`), or in Hugging Face's
+cache if the model was ever fetched. Model types are read by name, since each spells its numbers in its own way; a type
+that is not known here is refused, because a plan that guesses is worse than none.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ModelError, RecipeError
+from penstock.presets import ARCHITECTURES, Architecture
+from penstock.recipe import Recipe
+
+KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "seed_oss", "gpt_oss")
+
+
+def architecture_of(recipe: Recipe) -> Architecture:
+    """From the presets' table, or from a config.json; with the recipe's --shape."""
+    path = Path(recipe.model).expanduser()
+    if recipe.model in ARCHITECTURES and not path.is_dir():
+        known = ARCHITECTURES[recipe.model]
+        if not recipe.shape:
+            return known
+        values = {"model_type": known.model_type, **known.config_values()}
+    else:
+        values = _config(recipe, path)
+    return from_config(values | _shape(recipe.shape or ""), recipe.model)
+
+
+def _config(recipe: Recipe, path: Path) -> dict[str, Any]:
+    if recipe.model == "demo":
+        text = (resources.files("penstock.demo") / "model" / "config.json").read_text(encoding="utf-8")
+    elif (path / "config.json").is_file():
+        text = (path / "config.json").read_text(encoding="utf-8")
+    else:
+        text = _cached(recipe)
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ModelError(f"the config is not JSON: {error}", where=recipe.model) from None
+    assert isinstance(values, dict), "a config is an object"
+    return values
+
+
+def _cached(recipe: Recipe) -> str:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(recipe.model, "config.json", revision=recipe.revision)
+    except ValueError:  # not a name that the Hub could have
+        found = None
+    if not isinstance(found, str):
+        raise ModelError(
+            "its config.json is neither here nor in Hugging Face's cache",
+            where=recipe.model,
+            remedy=f"Plan a preset, or fetch it once: hf download {recipe.model} config.json.",
+        )
+    return Path(found).read_text(encoding="utf-8")
+
+
+def _shape(text: str) -> dict[str, Any]:
+    """The changes of --shape; `model/shape.py` checks them when the model is built."""
+    changes: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = item.partition("=")
+        changes[name.strip()] = int(value) if value.strip().isdigit() else value.strip()
+    return changes
+
+
+def from_config(values: dict[str, Any], where: str) -> Architecture:
+    """An architecture out of a config.json of one of the known types."""
+    values = values.get("text_config") or values
+    kind = values.get("model_type", "")
+    if kind not in KNOWN:
+        raise RecipeError(
+            f"plan does not know models of type {kind!r}", where=where, remedy=f"Known: {', '.join(KNOWN)}."
+        )
+    heads = int(values["num_attention_heads"])
+    sparse = kind in ("gpt_oss", "qwen3_moe")
+    experts = int(values.get("num_experts") or values.get("num_local_experts") or 0) if sparse else 0
+    inner = int(values["intermediate_size"])
+    bias = bool(values.get("attention_bias", kind in ("qwen2", "seed_oss", "gpt_oss")))
+    return Architecture(
+        model_type=kind,
+        layers=int(values["num_hidden_layers"]),
+        hidden=int(values["hidden_size"]),
+        intermediate=inner,
+        heads=heads,
+        kv_heads=int(values.get("num_key_value_heads") or heads),
+        head_dim=int(values.get("head_dim") or values["hidden_size"] // heads),
+        vocab=int(values["vocab_size"]),
+        max_positions=int(values.get("max_position_embeddings") or 0),
+        norm_eps=float(values.get("rms_norm_eps") or 1e-6),
+        rope=(),
+        tied=bool(values.get("tie_word_embeddings", False)),
+        qkv_bias=bias and kind != "phi3",
+        output_bias=bias and kind in ("llama", "gpt_oss") and bool(values.get("attention_out_bias", True)),
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        sinks=kind == "gpt_oss",
+        sliding_window=int(values["sliding_window"]) if kind == "gpt_oss" else None,
+        experts=experts,
+        experts_per_token=int(values.get("num_experts_per_tok") or 0) if experts else 0,
+        moe_intermediate=(inner if kind == "gpt_oss" else int(values["moe_intermediate_size"])) if experts else 0,
+        expert_bias=kind == "gpt_oss",
+    )

@@ -1,0 +1,134 @@
+"""What forward and backward take on the GPU beside weights and state, and what loading and saving take.
+
+Pure arithmetic over an architecture. Activations are counted tensor by tensor, as autograd keeps them for transformers'
+own layers (not compiled) under our loss; a test counts the tensors that autograd really saves, and compares. Measured
+on the H200 (benchmarks/results/2026-11-15-h200/rows.jsonl): qwen3-14b, 4 x 4096, full recompute, 13.59 GB (here 13.5)
+and 33.6 GB with every gradient kept (33.6); llama-8b, 1 x 4096, no recompute, 31.33 GB (31.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.layout import layer_parameters
+from penstock.presets import Architecture
+
+CONTEXT_BYTES = 1.3e9
+"""What the driver, cuBLAS and loaded kernels take outside of torch's allocator: 150.75 GB of the H200 less what
+`mem_get_info` left for state in the runs of 2026-11-15-h200."""
+PROCESS_BYTES, CPU_PROCESS_BYTES = 1.8e9, 0.5e9
+"""Host memory of a process before any state: 1.80 GB with CUDA (rows.jsonl, floors), 0.5 without (the demo)."""
+LOGITS_BYTES = 2**30
+"""fp32 logits of one chunk of the loss (`model/loss.py`)."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One micro-batch on one GPU."""
+
+    rows: int
+    length: int
+    recompute: int
+    """Layers, counted from the first, whose activations are computed again."""
+    attention: str = "varlen"
+    dtype_bytes: int = 2
+
+    @property
+    def tokens(self) -> int:
+        """In full rows."""
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
+class Passing:
+    """The most that forward and backward take, if gradients are dropped as they appear, and if all are kept."""
+
+    activation_bytes: float
+    kept_bytes: float
+
+
+def saved_in_layer(a: Architecture, work: Work) -> float:
+    """Bytes that autograd keeps of one layer that is not recomputed."""
+    b, h = work.dtype_bytes, a.hidden
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    normalized = 4 if a.model_type == "gpt_oss" else b  # which scales it before it rounds
+    norms = 2 * (4 + normalized + b) * h  # the fp32 copy of the input, the normalized one, and the output
+    heads = (4 + b) * (q + kv) if a.qk_norm else 0
+    attention = b * (2 * q + 2 * kv) + 4 * a.heads  # queries, keys, values, output, logarithms of the sums
+    if work.attention == "eager":
+        attention += (4 + b) * a.heads * work.length + 2 * b * q  # probabilities twice; keys and values repeated
+    if not a.experts:
+        return float(work.tokens * (norms + heads + attention + 4 * b * a.intermediate))
+    pairs, i = a.experts_per_token, a.moe_intermediate
+    inside = 7 if a.expert_bias else 4  # gpt-oss clamps both halves and writes its own gate
+    moe = b * pairs * (2 * h + inside * i) + 12 * a.experts
+    return float(work.tokens * (norms + heads + attention + moe))
+
+
+def passing(a: Architecture, work: Work) -> Passing:
+    """Walk through forward, the loss and backward, and take the highest point."""
+    b, h, tokens = work.dtype_bytes, a.hidden, work.tokens
+    whole, entry = saved_in_layer(a, work), float(b * h * tokens)
+    held = [entry if number < work.recompute else whole for number in range(a.layers)]
+    layer_gradients = float(b * sum(p.size for p in layer_parameters(a)))
+    inner = a.experts_per_token * a.moe_intermediate if a.experts else a.intermediate
+    passing_through = float(tokens * 2 * b * (inner + h))  # gradients of activations at the widest point of the MLP
+    if a.experts:
+        passing_through += tokens * b * a.experts_per_token * h
+    table = float(b * a.vocab * h)
+    head = table if not a.tied else 0.0
+
+    at_loss = sum(held) + _loss(a, work)
+    dropped = kept = at_loss
+    gradients = table  # of the head; a tied one is the embedding's
+    below = sum(held)
+    for number in reversed(range(a.layers)):
+        below -= held[number]
+        own = whole + (entry if number < work.recompute else 0.0)
+        now = below + own + max(passing_through, layer_gradients - whole)
+        dropped = max(dropped, now)
+        kept = max(kept, now + gradients)
+        gradients += layer_gradients
+    kept = max(kept, gradients + head)
+    return Passing(dropped, kept)
+
+
+def _loss(a: Architecture, work: Work) -> float:
+    """The final norm, the hidden states with their gradient, the head's gradient in fp32, and chunks of logits."""
+    b, h = work.dtype_bytes, a.hidden
+    logits = 4.0 * a.vocab * work.tokens
+    # Logits and the exponentials of logsumexp, beside the 16-bit gradient of the chunk before where there is one.
+    chunks = 2.5 * LOGITS_BYTES if logits > LOGITS_BYTES else 2 * logits
+    return work.tokens * (4 * h + 2 * b * h + 2 * b * h) + 4.0 * a.vocab * h + chunks
+
+
+def sharded_bytes(a: Architecture, dtype_bytes: int) -> float:
+    """Unsharded weights and gradients that several GPUs hold for a moment, beside their shards.
+
+    The embedding and the head stay whole from forward to backward; a layer is there, the next one is on its way, and
+    the gradients of one are whole until they are reduced while the next one's appear. Not measured yet.
+    """
+    tables = a.vocab * a.hidden * (1 if a.tied else 2)
+    layer = sum(p.size for p in layer_parameters(a))
+    return float(dtype_bytes * (tables + 4 * layer))
+
+
+def loading_bytes(sizes: list[int], weight_bytes: int, gpus: int) -> float:
+    """The most at any time while weights stream from disk to the GPU: all of them, and the largest once more."""
+    return float(weight_bytes * (sum(sizes) / gpus + max(sizes)))
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What a run writes."""
+
+    checkpoint_bytes: float
+    peak_bytes: float
+    """Checkpoints that are kept, one being written, and the exported model."""
+
+
+def disk(num_params: int, state_bytes: float, weight_bytes: int, keep: int) -> Disk:
+    """Weights and state of every parameter."""
+    weights = float(weight_bytes * num_params)
+    checkpoint = weights + state_bytes * num_params
+    return Disk(checkpoint, (keep + 1) * checkpoint + weights if keep else weights)

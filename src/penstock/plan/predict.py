@@ -1,0 +1,284 @@
+"""One plan: what a recipe takes on a machine with settings that are given. `solve.py` chooses the settings.
+
+The same arithmetic as the engine's own placement (`offload/auto.py`), with predicted instead of measured activations
+and times. Every figure is for one GPU; several of them hold a share each of weights, gradients and state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+from penstock.layout import (
+    DEFAULT_CHUNK,
+    GPU_RESERVE,
+    HOST_RESERVE,
+    NUM_SLOTS,
+    STREAM_QUEUE,
+    Buffer,
+    HomeName,
+    Place,
+    cut,
+    model_buffers,
+    parameters,
+    state_buffers,
+    state_bytes,
+)
+from penstock.machines import Machine
+from penstock.plan import speed
+from penstock.plan.deal import deal
+from penstock.plan.memory import (
+    CONTEXT_BYTES,
+    CPU_PROCESS_BYTES,
+    PROCESS_BYTES,
+    Disk,
+    Work,
+    disk,
+    loading_bytes,
+    passing,
+    sharded_bytes,
+)
+from penstock.plan.place import Need, Placement, Rates, Room, place
+from penstock.presets import Architecture
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, whatever the machine and the settings."""
+
+    architecture: Architecture
+    batch_size: int
+    length: int
+    clip: bool = True
+    update: str = "auto"
+    overlap: bool = True
+    """False: the baseline, which updates after backward on the host."""
+    homes: tuple[tuple[str, float], ...] = ()
+    """Shares that the recipe fixes; empty for `auto`."""
+    attention: str = "varlen"
+    dtype_bytes: int = 2
+    keep: int = 2
+
+    @property
+    def schedule(self) -> str:
+        """When weights are updated."""
+        if not self.overlap:
+            return "after-norm"
+        return ("after-norm" if self.clip else "in-backward") if self.update == "auto" else self.update
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of every parameter."""
+        return [p.size for p in parameters(self.architecture)]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the solver may choose."""
+
+    states: str
+    micro_batch: int
+    """Rows at once on one GPU."""
+    recompute: int
+    """Layers."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A step by phase, and the lanes beside it."""
+
+    forward: float
+    backward: float
+    recompute: float
+    exposed: float
+    """What no arithmetic hides: waiting for updates, the updates' own share of the GPU, exchange between GPUs."""
+    link: float
+    """State and weights on their way, each direction."""
+    cpu: float
+    update: float
+    exchange: float
+
+    @property
+    def step(self) -> float:
+        """All of it."""
+        return self.forward + self.backward + self.recompute + self.exposed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one GPU, and its share of the host, would hold and do."""
+
+    job: Job
+    settings: Settings
+    machine: Machine
+    gpus: int
+    placement: Placement
+    fits: bool
+    seconds: Seconds
+    activation_bytes: float
+    """The most that forward and backward take without gradients."""
+    gradient_bytes: float
+    """Gradients that are there at once."""
+    passing_bytes: float
+    """The most of both together."""
+    gpu_room: float
+    """What the plan may fill: the GPU's memory less the driver's and a reserve."""
+    host_room: float
+
+    @property
+    def rows(self) -> int:
+        """Rows in a step on one GPU."""
+        return -(-self.job.batch_size // self.gpus)
+
+    @property
+    def num_params(self) -> int:
+        """Of the model."""
+        return self.job.architecture.num_parameters()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all GPUs, full rows."""
+        return self.job.batch_size * self.job.length / self.seconds.step
+
+    @property
+    def tflops(self) -> float:
+        """Model TFLOP/s of one GPU."""
+        flops = speed.model_flops(self.job.architecture, self.job.batch_size, self.job.length)
+        return flops / self.seconds.step / self.gpus / 1e12
+
+    @cached_property
+    def buffers(self) -> list[Buffer]:
+        """Long-lived ones from the layout, then what comes and goes at the peak, on one GPU and its host."""
+        local = [-(-size // self.gpus) for size in self.job.sizes]
+        on_gpu = self.machine.has_gpu
+        device: Place = "gpu" if on_gpu else "host"
+        shares = cast(dict[HomeName, float], self.placement.fractions())
+        found = model_buffers(local, self.job.dtype_bytes, place=device)
+        found += state_buffers(deal(cut(local), shares), self.settings.states, self.job.dtype_bytes, on_gpu=on_gpu)
+        moment: list[tuple[str, float]] = [
+            ("gradients", self.gradient_bytes),
+            ("activations", self.passing_bytes - self.gradient_bytes),
+        ]
+        if self.gpus > 1:
+            moment.append(("gathered layers", sharded_bytes(self.job.architecture, self.job.dtype_bytes)))
+        if self.job.schedule == "in-backward" and self.placement.stream:
+            moment.append(("gradients in the queue", self.job.dtype_bytes * STREAM_QUEUE * DEFAULT_CHUNK))
+        found += [Buffer(name, device, int(num_bytes)) for name, num_bytes in moment if num_bytes > 0]
+        if on_gpu:
+            found.append(Buffer("CUDA context", "gpu", int(CONTEXT_BYTES)))
+        found.append(Buffer("process", "host", int(PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES)))
+        return found
+
+    def peak_bytes(self, where: str) -> int:
+        """The most in one place; on the GPU what torch's allocator hands out, so without the driver's."""
+        return sum(b.num_bytes for b in self.buffers if b.place == where and b.name != "CUDA context")
+
+    @property
+    def loading(self) -> float:
+        """GPU memory while the weights come."""
+        return loading_bytes(self.job.sizes, self.job.dtype_bytes, self.gpus)
+
+    @property
+    def disk(self) -> Disk:
+        """Checkpoints and the exported model."""
+        state = state_bytes(256, self.settings.states, self.job.dtype_bytes) / 256
+        return disk(self.num_params, state, self.job.dtype_bytes, self.job.keep)
+
+
+def rooms(job: Job, machine: Machine, gpus: int) -> Room:
+    """Bytes for everything but the driver and the reserves, on one GPU and in its share of the host."""
+    sharing = min(gpus, machine.gpus_per_host or gpus)
+    reserve = HOST_RESERVE if machine.has_gpu else min(HOST_RESERVE, machine.host_bytes // 20)
+    host = (machine.host_bytes - reserve) / sharing - (PROCESS_BYTES if machine.has_gpu else CPU_PROCESS_BYTES)
+    if machine.unified:  # one memory for both: what the GPU takes the host has not
+        return Room(host - CONTEXT_BYTES, 0.0)
+    if not machine.has_gpu:
+        return Room(host, 0.0)
+    return Room(machine.gpu_bytes - CONTEXT_BYTES - GPU_RESERVE, host)
+
+
+def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Plan:
+    """The plan for these settings. One that does not fit has all state on the host, to show what is missing."""
+    a, b = job.architecture, job.dtype_bytes
+    num_params = a.num_parameters() / gpus
+    rows = -(-job.batch_size // gpus)
+    micro = min(settings.micro_batch, rows)
+    num_micro = -(-rows // micro)
+    work = Work(micro, job.length, settings.recompute, job.attention, b)
+    step = speed.arithmetic(a, Work(rows, job.length, settings.recompute, job.attention, b), machine)
+    one = speed.arithmetic(a, work, machine)
+    taken = passing(a, work)
+    # What passes counts whole gradients; several GPUs keep a share of each.
+    grads = b * a.num_parameters()
+    activation, kept = taken.activation_bytes, max(taken.activation_bytes, taken.kept_bytes - grads * (1 - 1 / gpus))
+    in_backward, accumulates = job.schedule == "in-backward", num_micro > 1
+    if accumulates:
+        activation = kept = taken.activation_bytes + grads / gpus
+    elif in_backward:
+        kept = activation
+    state = state_bytes(256, settings.states, b) / 256
+    hidden = speed.HIDING * (one.backward_s + one.recompute_s if in_backward else one.forward_s)
+    leaves = job.overlap and not in_backward and not accumulates
+    need = Need(int(num_params), state, b, activation, kept, gradients_leave=leaves, hidden_seconds=hidden)
+    room = rooms(job, machine, gpus)
+    extra = sharded_bytes(a, b) if gpus > 1 else 0.0
+    free = Room(room.gpu_bytes - b * num_params - extra, room.host_bytes)
+    sharing = min(gpus, machine.gpus_per_host or gpus)
+    rates = Rates(machine.link_bytes_per_s, machine.host_params_per_s / sharing)
+    placement = _placement(job, need, free, rates, settings.states) if room.host_bytes >= 0 else None
+    fits = placement is not None
+    if placement is None:
+        placement = Placement(0, 0, need.num_params, 0.0) if leaves else Placement(0, need.num_params, 0, 0.0)
+    exchange = num_micro * speed.exchange_seconds(a.num_parameters(), b, gpus, machine) if gpus > 1 else 0.0
+    total = step.forward_s + step.backward_s + step.recompute_s
+    # Charged for all parameters, whatever their home: weights from the host cross the same memory.
+    update = speed.update_seconds(num_params, state, b, machine)
+    seconds = Seconds(
+        step.forward_s, step.backward_s, step.recompute_s,
+        exposed=placement.exposed_seconds + update + max(0.0, exchange - total),
+        link=(placement.stream * state + placement.host * b) / rates.link_bytes_per_s,
+        cpu=placement.host / rates.host_params_per_s,
+        update=update, exchange=exchange,
+    )  # fmt: skip
+    gone = b * placement.host if leaves else 0.0
+    gradients = 0.0 if in_backward and not accumulates else max(0.0, grads / gpus - gone)
+    took = need.passing_bytes(placement.host)
+    return Plan(
+        job, Settings(settings.states, micro, settings.recompute), machine, gpus, placement, fits, seconds,
+        activation_bytes=taken.activation_bytes, gradient_bytes=min(gradients, took), passing_bytes=took,
+        gpu_room=room.gpu_bytes, host_room=room.host_bytes,
+    )  # fmt: skip
+
+
+def _placement(job: Job, need: Need, room: Room, rates: Rates, states: str) -> Placement | None:
+    """Homes as the engine chooses them: everything resident if it fits, else the split that exposes least."""
+    everything = Placement(need.num_params, 0, 0, 0.0)
+    resident = room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes
+    if not job.overlap:
+        return _fixed({"host": 1.0}, need, room, rates, overlap=False)
+    staging = NUM_SLOTS * state_bytes(min(DEFAULT_CHUNK, need.num_params), states, job.dtype_bytes)
+    smaller = Room(room.gpu_bytes - staging, room.host_bytes)
+    if job.homes:
+        return _fixed(dict(job.homes), need, smaller if dict(job.homes).get("stream") else room, rates, overlap=True)
+    return everything if resident else place(need, smaller, rates)
+
+
+def _fixed(shares: dict[str, float], need: Need, room: Room, rates: Rates, *, overlap: bool) -> Placement | None:
+    """Homes that the recipe names, if they fit."""
+    gpu, stream, host = (need.num_params * shares.get(n, 0.0) / sum(shares.values()) for n in ("gpu", "stream", "host"))
+    mirrored = need.state_bytes + 2 * need.weight_bytes
+    if gpu * need.state_bytes + need.passing_bytes(host) > room.gpu_bytes:
+        return None
+    if stream * need.state_bytes + host * mirrored > room.host_bytes:
+        return None
+    link = (stream * need.state_bytes + host * need.weight_bytes) / rates.link_bytes_per_s
+    cpu = host / rates.host_params_per_s
+    exposed = max(0.0, max(link, cpu) - need.hidden_seconds) if overlap else 2 * link + cpu
+    return Placement(gpu, stream, host, exposed)
+
+
+def largest_parts(plan: Plan, where: str, count: int = 3) -> Sequence[Buffer]:
+    """What takes most in one place."""
+    return sorted((b for b in plan.buffers if b.place == where), key=lambda b: -b.num_bytes)[:count]

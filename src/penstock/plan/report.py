@@ -1,0 +1,374 @@
+"""`penstock plan`: a recipe on a machine, in words or as one JSON object.
+
+Figures are in GB of 10^9 bytes, as the bench and the engine print them.
+"""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from penstock.errors import DoesNotFit, RecipeError
+from penstock.layout import GPU_RESERVE, HOST_RESERVE
+from penstock.machines import MACHINES, Machine
+from penstock.plan.architecture import architecture_of
+from penstock.plan.outlook import RunLength, run_length
+from penstock.plan.predict import Job, Plan, Settings, largest_parts, predict
+from penstock.plan.solve import EVERYTHING, Alternative, alternatives, cheapest_change, flags_between, solve
+from penstock.presets import ARCHITECTURES, PRESETS
+from penstock.recipe import Recipe, parse_homes
+
+REFERENCE_GPUS = {
+    "llama-8b": 1, "qwen3-14b": 1, "phi-4": 1, "gpt-oss-20b": 1, "seed-oss-36b": 2, "qwen3-30b-a3b": 2, "llama-70b": 4,
+}  # fmt: skip
+"""Superchips that the reference's examples use (DESIGN.md section 6)."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A plan with all that is said about it."""
+
+    name: str
+    plan: Plan
+    length: RunLength | None
+    others: tuple[Alternative, ...]
+    flags: tuple[str, ...] = ()
+    """What the solver changed in the recipe, if it was free to."""
+
+
+def job_of(recipe: Recipe, dtype_bytes: int = 2) -> Job:
+    """What a recipe asks for, settings aside."""
+    homes = parse_homes(recipe.homes)
+    shares = {homes: 1.0} if isinstance(homes, str) else homes or {}
+    overlap = recipe.mode == "superoffload"
+    return Job(
+        architecture_of(recipe),
+        recipe.batch_size,
+        recipe.max_length,
+        clip=bool(recipe.max_grad_norm),
+        update=recipe.update,
+        overlap=overlap,
+        homes=() if recipe.homes == "auto" or not overlap else tuple(shares.items()),
+        attention="varlen" if recipe.attention == "auto" else recipe.attention,
+        dtype_bytes=dtype_bytes,
+        keep=recipe.keep,
+    )
+
+
+def settings_of(recipe: Recipe, layers: int, gpus: int) -> Settings:
+    """What a recipe asks for of that which the solver may choose. Rows are those of one GPU."""
+    words = {"full": layers, "none": 0}
+    recompute = words[recipe.recompute] if isinstance(recipe.recompute, str) else min(recipe.recompute, layers)
+    return Settings(recipe.states, max(1, -(-recipe.rows_at_once // gpus)), recompute)
+
+
+def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
+    """The recipe as it stands."""
+    if gpus > recipe.batch_size:
+        raise RecipeError(
+            f"--gpus {gpus} with batch_size {recipe.batch_size}: each GPU needs a row",
+            remedy=f"Use --batch-size {gpus}, or fewer GPUs.",
+        )
+    job = job_of(recipe, 4 if recipe.dtype == "fp32" or (recipe.dtype == "auto" and not machine.has_gpu) else 2)
+    return predict(job, settings_of(recipe, job.architecture.layers, gpus), machine, gpus)
+
+
+def make_report(recipe: Recipe, machine: Machine, gpus: int = 1, *, best: bool = False) -> Report:
+    """The plan, the whole run, and what else could be done. `best`: format, micro-batch and recompute are free."""
+    plan, flags = make_plan(recipe, machine, gpus), tuple[str, ...]()
+    chosen = solve(plan.job, machine, gpus) if best else None
+    if chosen is not None:
+        plan, flags = chosen, flags_between(plan, chosen)
+    others = tuple(alternatives(plan)) if plan.fits else ()
+    return Report(recipe.name, plan, run_length(recipe), others, flags)
+
+
+# --- for people ---------------------------------------------------------------------------------------------------
+
+
+def headline(plan: Plan) -> str:
+    """What was planned, in one line."""
+    a, settings = plan.job.architecture, plan.settings
+    recompute = {0: "no recompute", a.layers: f"recompute of all {a.layers} layers"}
+    exact = "exact fp32 state" if settings.states == "fp32" else f"{settings.states} moments"
+    clip = "clipped" if plan.job.clip else "not clipped"
+    return (
+        f"{exact}, {_rows(settings.micro_batch)} at once, "
+        f"{recompute.get(settings.recompute, f'recompute of {settings.recompute} of {a.layers} layers')}, "
+        f"updates {plan.job.schedule} ({clip})"
+    )
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:,.2f} B" if number >= 1e8 else f"{number / 1e6:,.1f} M"
+
+
+def gpus_in_words(machine: Machine, gpus: int) -> str:
+    """`2 x gh200 (data sheet, not measured)`."""
+    return f"{gpus} x {machine.name} ({'measured' if machine.measured else 'from data sheets, not measured'})"
+
+
+def homes_in_words(plan: Plan) -> str:
+    """Shares by home; on a machine without a GPU there is only one place."""
+    if not plan.machine.has_gpu:
+        return "beside the weights"
+    return ", ".join(f"{share:.0%} {name}" for name, share in plan.placement.fractions().items())
+
+
+def lines(report: Report) -> list[str]:
+    """All of it. Of what does not fit only the memory: a speed that nobody can reach is no information."""
+    plan, job, machine = report.plan, report.plan.job, report.plan.machine
+    found = [
+        f"{report.name} on {gpus_in_words(machine, plan.gpus)}: {_count(plan.num_params)} parameters, "
+        f"{_rows(job.batch_size)} of {job.length:,} tokens a step",
+        f"  {headline(plan)}" + ("" if plan.fits else ": does not fit"),
+        *([f"  chosen by the solver: {' '.join(report.flags)}"] if report.flags else []),
+        "",
+        *_memory(plan),
+    ]
+    if plan.fits:
+        found += ["", *_time(plan, report.length)]
+    if report.others:
+        found += ["", "Other settings that fit:", *(line for other in report.others for line in _other(plan, other))]
+    return [*found, "", f"Rates of {machine.name}:", *(f"  {source}" for source in machine.sources)]
+
+
+def _memory(plan: Plan) -> list[str]:
+    share = " (of one GPU)" if plan.gpus > 1 else ""
+    found: list[str] = []
+    unified = plan.machine.unified
+    places = [("gpu", "GPU", plan.machine.gpu_bytes)] if plan.machine.has_gpu and not unified else []
+    places.append(("host", "Host", plan.machine.host_bytes))
+    if unified:
+        places.insert(0, ("gpu", "GPU (the same memory as the host's)", plan.machine.host_bytes))
+    for where, name, size in places:
+        parts = [b for b in plan.buffers if b.place == where and b.num_bytes >= 5e6]
+        total = sum(b.num_bytes for b in parts)
+        free = GPU_RESERVE if where == "gpu" else HOST_RESERVE
+        found.append(
+            f"{name} memory{share}: {total / 1e9:,.1f} GB of {size / 1e9:,.1f}, of which {free / 1e9:.1f} are left free"
+        )
+        for part in sorted(parts, key=lambda b: -b.num_bytes):
+            note = ""
+            if part.name == "activations" and plan.gradient_bytes:
+                note = f"  beside all gradients; {plan.activation_bytes / 1e9:.1f} before there are any"
+            found.append(f"  {part.name:<24}{part.num_bytes / 1e9:>8.2f}{note}")
+    written = plan.disk
+    found.append(f"Loading: {plan.loading / 1e9:,.1f} GB at the peak; no copy in host memory")
+    found.append(
+        f"Disk: {written.checkpoint_bytes / 1e9:,.1f} GB a checkpoint, {written.peak_bytes / 1e9:,.1f} at the peak "
+        f"({plan.job.keep} kept, one being written, and the model); saving takes no extra memory"
+    )
+    return found
+
+
+def _time(plan: Plan, length: RunLength | None) -> list[str]:
+    s = plan.seconds
+    homes = homes_in_words(plan)
+    lanes = {"link, each way": s.link, "CPU": s.cpu, "updates": s.update, "between GPUs": s.exchange}
+    beside = ", ".join(f"{name} {value:.3f}" for name, value in lanes.items() if value > 0.0005)
+    found = [
+        f"State lives: {homes}",
+        f"Step: {s.step:.3f} s = forward {s.forward:.3f} + backward {s.backward:.3f} + recompute {s.recompute:.3f} "
+        f"+ exposed {s.exposed:.3f}",
+        f"  lanes: {beside}",
+        f"Speed: {plan.tokens_per_s:,.0f} tokens/s, {plan.tflops:,.3g} model TFLOP/s a GPU",
+    ]
+    if length is None:
+        return [*found, "Whole run: the data is not here, so its length is not known; --max-steps would fix it"]
+    clock = timedelta(seconds=round(length.steps * s.step))
+    return [*found, f"Whole run: {length.steps:,} steps, {length.tokens:,} tokens, {clock} ({length.how})"]
+
+
+def _other(base: Plan, other: Alternative) -> list[str]:
+    step, change = other.plan.seconds.step, other.plan.seconds.step / base.seconds.step - 1
+    text = f"  {step:7.3f} s ({change:+.0%}), {other.plan.tokens_per_s:,.0f} tokens/s: {' '.join(other.flags)}"
+    return [text, f"{'':12}{other.trades or 'the same mathematics'}"]
+
+
+def short(plan: Plan) -> str:
+    """Two lines for `train`."""
+    s = plan.seconds
+    homes = homes_in_words(plan)
+    host = f", {plan.peak_bytes('host') / 1e9:.1f} GB host" if plan.machine.has_gpu else ""
+    device = "gpu" if plan.machine.has_gpu else "host"
+    return (
+        f"planned: {plan.peak_bytes(device) / 1e9:.1f} GB {device.upper() if device == 'gpu' else device}{host}; "
+        f"{s.step:.3g} s a step, {plan.tokens_per_s:,.0f} tokens/s; {headline(plan)}; state {homes}"
+    )
+
+
+def compare(plan: Plan, step_seconds: Sequence[float], gpu_bytes: int, host_bytes: int) -> str:
+    """How reality compares. The first two steps compile kernels and make buffers, so that they do not count."""
+    real = statistics.median(step_seconds[2:] or step_seconds)
+    parts = [_against(f"{real:.3g} s a step", real, plan.seconds.step, f"{plan.seconds.step:.3g}")]
+    if gpu_bytes:
+        planned = plan.peak_bytes("gpu")
+        parts.append(_against(f"{gpu_bytes / 1e9:.1f} GB GPU", gpu_bytes, planned, f"{planned / 1e9:.1f}"))
+    planned = plan.peak_bytes("host")
+    parts.append(_against(f"{host_bytes / 1e9:.1f} GB host", host_bytes, planned, f"{planned / 1e9:.1f}"))
+    return f"after {len(step_seconds)} steps: " + "; ".join(parts)
+
+
+def _against(text: str, real: float, planned: float, number: str) -> str:
+    return f"{text}, planned {number} ({real / planned - 1:+.0%})"
+
+
+# --- what does not fit --------------------------------------------------------------------------------------------
+
+
+def refusal(report: Report, command: Sequence[str]) -> DoesNotFit:
+    """Exit 3: the largest parts, and the cheapest change that fits, to paste. `command`: the words typed so far."""
+    plan = report.plan
+    scarce = "gpu" if plan.peak_bytes("gpu") > plan.gpu_room and plan.machine.has_gpu else "host"
+    room = plan.gpu_room if scarce == "gpu" else plan.host_room
+    parts = ", ".join(f"{b.name} {b.num_bytes / 1e9:.1f}" for b in largest_parts(plan, scarce))
+    place = {"gpu": "GPU", "host": "host"}[scarce]
+    what = (
+        f"does not fit: with state on the host as far as it can be, {plan.peak_bytes(scarce) / 1e9:.1f} GB of {place} "
+        f"memory, of which {max(0.0, room) / 1e9:.1f} can be used; the largest parts: {parts}"
+    )
+    change = cheapest_change(plan)
+    if change is not None:
+        trade = f" (it changes: {change.trades})" if change.trades else " (the same mathematics)"
+        return DoesNotFit(what, where=report.name, remedy=f"This fits{trade}:\n    {with_flags(command, change.flags)}")
+    weights = plan.job.dtype_bytes * plan.num_params / plan.gpus
+    if scarce == "gpu" and weights > plan.gpu_room:
+        what += ". Weights alone are more than the GPU can hold, so that no setting helps"
+    return DoesNotFit(what, where=report.name, remedy=_elsewhere(plan, command))
+
+
+def _elsewhere(plan: Plan, command: Sequence[str]) -> str:
+    """More GPUs of the kind, or another machine."""
+    for gpus in (2, 4, 8):
+        if plan.gpus < gpus <= plan.job.batch_size and solve(plan.job, plan.machine, gpus) is not None:
+            words = ["penstock", "plan", *command[2:]]
+            return f"{gpus} of these GPUs are enough:\n    {with_flags(words, (f'--gpus {gpus}',))}"
+    others = [m.name for m in MACHINES.values() if m.name != plan.machine.name and solve(plan.job, m, plan.gpus)]
+    if not others:
+        return "No machine that is known here is large enough; take a smaller model."
+    words = without_flags(["penstock", "plan", *command[2:]], ("--host-memory", "--gpu-memory", "--link", "--cores"))
+    text = with_flags(words, (f"--gpu {others[0]}",))
+    return f"No number of these GPUs up to a row each is enough. It fits {', '.join(others)}:\n    {text}"
+
+
+def with_flags(words: Sequence[str], flags: Sequence[str]) -> str:
+    """The command with these flags, in place of what was said before."""
+    kept = without_flags(words, [flag.split()[0] for flag in flags])
+    return " ".join([shlex.join(kept), *flags])
+
+
+def without_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The command without these flags and their values."""
+    found: list[str] = []
+    skip = False
+    for word in words:
+        if skip and not word.startswith("--"):
+            continue
+        skip = word in names
+        if not skip and word.split("=")[0] not in names:
+            found.append(word)
+    return found
+
+
+# --- every preset -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One preset on so many GPUs."""
+
+    preset: str
+    gpus: int
+    plan: Plan | None
+
+
+def matrix(machine: Machine, counts: Sequence[int] = (1, 2, 4)) -> list[Cell]:
+    """Every preset with an architecture on every number of GPUs, with the best settings."""
+    jobs = {r.name: job_of(r) for r in PRESETS.values() if r.model in ARCHITECTURES}
+    return [Cell(name, n, solve(job, machine, n, EVERYTHING)) for name, job in jobs.items() for n in counts]
+
+
+def matrix_lines(machine: Machine, cells: Sequence[Cell]) -> list[str]:
+    """A row a preset, a column a number of GPUs."""
+    counts = sorted({cell.gpus for cell in cells})
+    width = 30
+    found = [
+        f"Every preset on {machine.name} ({'measured' if machine.measured else 'from data sheets, not measured'}), "
+        "best settings: format, tokens/s, recompute, rows at once on a GPU",
+        f"{'':<16}" + "".join(f"{f'{n} GPU' + ('s' if n > 1 else ''):<{width}}" for n in counts).rstrip(),
+    ]
+    for name in dict.fromkeys(cell.preset for cell in cells):
+        own = {cell.gpus: cell.plan for cell in cells if cell.preset == name}
+        found.append(f"{name:<16}" + "".join(f"{_cell(own[n]):<{width}}" for n in counts).rstrip())
+    return [*found, "", *_fewer(cells)]
+
+
+def _cell(plan: Plan | None) -> str:
+    if plan is None:
+        return "does not fit"
+    layers, settings = plan.job.architecture.layers, plan.settings
+    recompute = {0: "none", layers: "full"}.get(settings.recompute, f"{settings.recompute}/{layers}")
+    return f"{settings.states} {plan.tokens_per_s:,.0f} {recompute} {settings.micro_batch}"
+
+
+def _fewer(cells: Sequence[Cell]) -> list[str]:
+    """Where fewer GPUs than the reference's are enough."""
+    found: list[str] = []
+    for name, needed in REFERENCE_GPUS.items():
+        fitting = {c.gpus: c.plan for c in cells if c.preset == name and c.plan is not None}
+        if not fitting:
+            found.append(f"{name}: does not fit (the reference uses {needed} GH200)")
+        elif min(fitting) < needed:
+            states = fitting[min(fitting)].settings.states
+            found.append(f"{name}: {min(fitting)} is enough with {states} state (the reference uses {needed} GH200)")
+    return found
+
+
+# --- for programs -------------------------------------------------------------------------------------------------
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """A plan as plain values."""
+    return {
+        "fits": plan.fits,
+        "gpus": plan.gpus,
+        "machine": plan.machine.name,
+        "measured": plan.machine.measured,
+        "settings": asdict(plan.settings),
+        "schedule": plan.job.schedule,
+        "homes": plan.placement.fractions(),
+        "gpu_bytes": plan.peak_bytes("gpu"),
+        "gpu_room_bytes": plan.gpu_room,
+        "host_bytes": plan.peak_bytes("host"),
+        "host_room_bytes": plan.host_room,
+        "buffers": [asdict(b) for b in plan.buffers],
+        "activation_bytes": plan.activation_bytes,
+        "loading_bytes": plan.loading,
+        "disk": asdict(plan.disk),
+        "seconds": asdict(plan.seconds) | {"step": plan.seconds.step},
+        "tokens_per_s": plan.tokens_per_s,
+        "model_tflops": plan.tflops,
+    }
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """The report as plain values."""
+    others = [{"flags": list(o.flags), "trades": o.trades, **as_json(o.plan)} for o in report.others]
+    length = asdict(report.length) if report.length else None
+    sources = {"sources": list(report.plan.machine.sources)}
+    return {
+        "recipe": report.name,
+        **as_json(report.plan),
+        "run": length,
+        "flags": report.flags,
+        "alternatives": others,
+    } | sources

@@ -1,0 +1,144 @@
+"""Which settings: the fastest that fit, exact state before any other, and what else there is.
+
+Pure. A few dozen combinations of state format, micro-batch and recompute are predicted one by one; `place` splits the
+state of each. Activations and resident state compete for the same memory, so neither can be chosen before the other; a
+greedy order was rejected because it fills the GPU with activations whose recompute costs less than the streaming that
+they cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from penstock.layout import STATE_FORMATS
+from penstock.machines import Machine
+from penstock.plan.predict import Job, Plan, Settings, predict
+
+
+@dataclass(frozen=True)
+class Free:
+    """What the solver may choose; what is None is free."""
+
+    states: str | None = None
+    micro_batch: int | None = None
+    recompute: int | None = None
+
+
+EVERYTHING = Free()
+
+
+def settings_of(job: Job, free: Free, gpus: int) -> Iterable[Settings]:
+    """Every combination that is tried, the exact ones first."""
+    layers = job.architecture.layers
+    rows = -(-job.batch_size // gpus)
+    halves = sorted({max(1, rows >> shift) for shift in range(rows.bit_length())}, reverse=True)
+    for states in (free.states,) if free.states else STATE_FORMATS:
+        for micro in (min(free.micro_batch, rows),) if free.micro_batch else halves:
+            parts = sorted({0, layers // 4, layers // 2, 3 * layers // 4, layers})
+            for recompute in (free.recompute,) if free.recompute is not None else parts:
+                yield Settings(states, micro, recompute)
+
+
+def plans(job: Job, machine: Machine, gpus: int, free: Free = EVERYTHING) -> list[Plan]:
+    """All that fit: the most exact format first, and within it the fastest."""
+    found = [predict(job, settings, machine, gpus) for settings in settings_of(job, free, gpus)]
+    return sorted((plan for plan in found if plan.fits), key=_order)
+
+
+def _order(plan: Plan) -> tuple[int, float, int, int]:
+    settings = plan.settings
+    return STATE_FORMATS.index(settings.states), plan.seconds.step, settings.recompute, -settings.micro_batch
+
+
+def solve(job: Job, machine: Machine, gpus: int = 1, free: Free = EVERYTHING) -> Plan | None:
+    """The best that fits, or None."""
+    return next(iter(plans(job, machine, gpus, free)), None)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another plan, how to ask for it, and what it changes in the mathematics."""
+
+    plan: Plan
+    flags: tuple[str, ...]
+    trades: str = ""
+
+
+def flags_between(old: Plan, new: Plan) -> tuple[str, ...]:
+    """The flags that lead from one to the other."""
+    layers, found = new.job.architecture.layers, []
+    if new.settings.states != old.settings.states:
+        found.append(f"--states {new.settings.states}")
+    if min(new.settings.micro_batch, new.rows) != min(old.settings.micro_batch, new.rows):
+        found.append(f"--micro-batch-size {new.settings.micro_batch * new.gpus}")
+    if new.settings.recompute != old.settings.recompute:
+        name = {0: "none", layers: "full"}.get(new.settings.recompute, str(new.settings.recompute))
+        found.append(f"--recompute {name}")
+    if old.job.clip and not new.job.clip:
+        found.append("--max-grad-norm 0")
+    if new.job.homes != old.job.homes:
+        found.append("--homes auto")
+    if new.job.length != old.job.length:
+        found.append(f"--max-length {new.job.length}")
+    return tuple(found)
+
+
+TRADES = {
+    "bf16": "moments in bf16, rounded by chance (no bias, some noise)",
+    "int8": "moments in 8 bits, rounded by chance (no bias, more noise)",
+}
+
+
+def alternatives(base: Plan, count: int = 4) -> list[Alternative]:
+    """The next best: two of the same mathematics, then those that trade something and gain by it, one trade first."""
+    found: list[Alternative] = []
+    jobs = [base.job] + ([replace(base.job, clip=False, update="auto")] if base.job.clip and base.job.overlap else [])
+    for job in jobs:
+        for states in STATE_FORMATS:
+            best = [p for p in plans(job, base.machine, base.gpus, Free(states=states)) if flags_between(base, p)]
+            for plan in best[: 2 if job is base.job and states == base.settings.states else 1]:
+                trades = [] if job is base.job else ["no clipping"]
+                trades += [TRADES[states]] if states != base.settings.states and states in TRADES else []
+                found.append(Alternative(plan, flags_between(base, plan), "; ".join(trades)))
+    apart = [o for o in found if abs(o.plan.seconds.step / base.seconds.step - 1) > 0.01]
+    same = sorted((o for o in apart if not o.trades), key=lambda o: o.plan.seconds.step)[:2]
+    kept, fastest = list(same), base.seconds.step
+    for other in sorted(apart, key=_cost):
+        if other.trades and other.plan.seconds.step < 0.99 * fastest:  # what trades more must gain more
+            fastest = other.plan.seconds.step
+            kept.append(other)
+    return kept[:count]
+
+
+def _cost(other: Alternative) -> tuple[int, int, float]:
+    """Trades first, then bits, then time."""
+    states = STATE_FORMATS.index(other.plan.settings.states)
+    return other.trades.count(";") + bool(other.trades), states, other.plan.seconds.step
+
+
+def cheapest_change(base: Plan, free: Free = EVERYTHING) -> Alternative | None:
+    """For a plan that does not fit: what changes the mathematics least and still fits.
+
+    Settings alone, then state in fewer bits, then no clipping, then shorter rows. Batches are left alone: a smaller
+    batch is a micro-batch that is not added up, and those were tried.
+    """
+    job = replace(base.job, homes=()) if base.job.homes else base.job
+    for length in (base.job.length, *_halves(base.job.length)):
+        for clip in (True, False) if base.job.clip and base.job.overlap else (base.job.clip,):
+            update = base.job.update if clip == base.job.clip else "auto"
+            plan = solve(replace(job, clip=clip, update=update, length=length), base.machine, base.gpus, free)
+            if plan is not None:
+                trades = ["shorter rows"] if length < base.job.length else []
+                trades += ["no clipping"] if clip != base.job.clip else []
+                trades += [TRADES[plan.settings.states]] if plan.settings.states in TRADES else []
+                return Alternative(plan, flags_between(base, plan), "; ".join(trades))
+    return None
+
+
+def _halves(length: int) -> list[int]:
+    found = []
+    while length > 512:
+        length //= 2
+        found.append(length)
+    return found

@@ -1,0 +1,48 @@
+"""A recipe by name: a preset, or a YAML file that may start from one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import yaml
+
+from penstock.errors import RecipeError, did_you_mean
+from penstock.presets import PRESETS
+from penstock.recipe import Recipe, with_values
+
+
+def find_recipe(name: str) -> Recipe:
+    """A preset by name, or a recipe from a YAML file, whose `preset` key names what it starts from."""
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        remedy = did_you_mean(name, PRESETS) + " Or name a .yaml file."
+        raise RecipeError(f"there is no preset {name!r}", remedy=remedy)
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except OSError as error:
+        raise RecipeError(f"cannot be read ({error.strerror})", where=name, remedy="Is the path right?") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"is not YAML: {' '.join(str(error).split())}", where=name) from None
+    if not isinstance(values, dict):
+        raise RecipeError("must hold `field: value` lines", where=name, remedy="For example: lr: 2e-5")
+    preset = values.pop("preset", None)
+    if preset is not None and preset not in PRESETS:
+        raise RecipeError(f"there is no preset {preset!r}", where=name, remedy=did_you_mean(str(preset), PRESETS))
+    base = PRESETS[preset] if preset else Recipe()
+    return with_values(dataclasses.replace(base, name=path.stem), values, where=name)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key may stand once: PyYAML silently keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)

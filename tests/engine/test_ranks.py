@@ -1,0 +1,78 @@
+"""Who a process is, from any starter's environment, and what ranks do for each other."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from penstock.engine.ranks import ALONE, World, find_world
+from penstock.errors import RecipeError
+from penstock.presets import PRESETS
+from penstock.train import check_batch
+
+
+def test_without_a_starter_a_process_is_alone():
+    assert find_world({}) == ALONE == World(0, 1, 0, 1)
+    batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}  # not srun: nobody else is there
+    assert find_world(batch_script) == ALONE
+    assert not torch.distributed.is_initialized()
+
+
+def test_torchrun_and_slurm_say_which_rank_it_is():
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    slurm = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+    assert find_world(torchrun) == World(5, 8, 1, 4)
+    for tasks in ("4", "4(x2)"):
+        assert find_world({**slurm, "SLURM_STEP_TASKS_PER_NODE": tasks}) == World(5, 8, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK is set and LOCAL_RANK is not"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "'x' is not a number"),
+    ],
+)
+def test_an_environment_that_says_half_is_refused(environment, message):
+    with pytest.raises(RecipeError, match=message):
+        find_world(environment)
+
+
+def test_every_rank_needs_a_row():
+    recipe = dataclasses.replace(PRESETS["demo"], batch_size=3)
+    check_batch(recipe, World(0, 3, 0, 3))
+    with pytest.raises(RecipeError, match=r"batch_size = 3: .* 4 ranks need a row each") as caught:
+        check_batch(recipe, World(0, 4, 0, 4))
+    assert "--batch-size 4" in caught.value.remedy
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without GPUs")
+def test_more_ranks_than_gpus_are_refused():
+    assert World(1, 2, 1, 2).pick(torch.device("cpu")) == torch.device("cpu")
+    with pytest.raises(RecipeError, match="2 ranks on this machine, and torch sees 0 GPUs"):
+        World(1, 2, 1, 2).pick(torch.device("cuda"))
+
+
+def test_ranks_share_agree_and_add_up(ranks):
+    first, second = ranks("agreement", 2)
+    for result in (first, second):
+        assert result["shared"] == {"from": 0}
+        assert result["largest"] == 15
+        assert result["total"] == 2.0
+    assert first["turn"] < second["turn"], "the first rank of a machine goes first"
+
+
+def test_ranks_split_the_cores_of_a_machine(ranks):
+    for count in (2, 4):
+        results = ranks("agreement", count)
+        every = sorted(results[0]["before"])
+        share = len(every) // count
+        bound = [result["cores"] for result in results]
+        expected = [every[i * share : (i + 1) * share] for i in range(count)] if share else [every] * count
+        assert bound == expected
+
+
+def test_one_rank_has_no_process_group_and_no_dtensor(ranks):
+    (alone,) = ranks("agreement", 1)
+    assert not alone["groups"]
+    assert sorted(alone["before"]) == alone["cores"]

@@ -1,0 +1,63 @@
+"""Ranks on the CPU: two and four of them train what one trains, in every home, schedule and format."""
+
+import pytest
+import torch
+
+HOMES = ["gpu", "stream", "host", "gpu=0.4,stream=0.3,host=0.3"]
+CONFIGS = [
+    *({"homes": homes, "max_grad_norm": 0.5, "micro_batch_size": 1} for homes in HOMES),
+    *({"homes": homes, "max_grad_norm": 0.0, "update": "in-backward", "micro_batch_size": 2} for homes in HOMES),
+    {"max_grad_norm": 0.0, "update": "after-norm"},
+    {"mode": "zerooffload"},
+    {"preset": "qwen3-30b-a3b", "homes": HOMES[3], "recompute": "full"},
+    {"preset": "demo", "homes": HOMES[3]},
+]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks):
+    return ranks("train", 1, configs=CONFIGS)[0]
+
+
+def assert_same(several, one, config):
+    for ours, theirs in zip(several["rows"], one["rows"], strict=True):
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-5), config
+        assert ours[1] == pytest.approx(theirs[1], rel=1e-4), config
+        assert ours[2:] == theirs[2:], "tokens of the whole step"
+    assert several["eval"] == pytest.approx(one["eval"], rel=1e-5)
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(several["weights"][name], weight, rtol=1e-4, atol=2e-5, msg=f"{config} {name}")
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_train_what_one_rank_trains(ranks, alone, count):
+    """Steps of five rows: ranks have unlike numbers of them, and some run a micro-batch without any."""
+    chosen = [number for number, config in enumerate(CONFIGS) if count == 2 or config.get("homes") in (None, HOMES[3])]
+    results = ranks("train", count, configs=[CONFIGS[number] for number in chosen])
+    for place, number in enumerate(chosen):
+        for result in results:
+            assert result[place]["rows"] == results[0][place]["rows"], "all ranks know the same numbers"
+        assert_same(results[0][place], alone[number], CONFIGS[number])
+
+
+def test_homes_change_no_bit_on_ranks_either(ranks):
+    configs = [{"homes": homes, "max_grad_norm": 0.5} for homes in (HOMES[0], HOMES[3])]
+    first, *others = ranks("train", 2, configs=configs)[0]
+    for other in others:
+        assert other["rows"] == first["rows"]
+        assert all(torch.equal(other["weights"][name], weight) for name, weight in first["weights"].items())
+
+
+def test_a_gather_waits_for_the_update_of_its_unit(ranks):
+    """Each CPU update is made to take 20 ms: weights that are gathered before it would be old ones."""
+    configs = [{"homes": "host", "max_grad_norm": clip} for clip in (0.5, 0.0)]
+    slow, fast = ranks("train", 2, configs=configs, slow=True)[0], ranks("train", 2, configs=configs)[0]
+    assert [result["rows"] for result in slow] == [result["rows"] for result in fast]
+
+
+def test_reduce_dtype_changes_the_sum_of_bf16_gradients(ranks):
+    base = {"dtype": "bf16", "data_percent": 3.0}
+    configs = [{**base, "reduce_dtype": kind} for kind in ("bf16", "fp32")]
+    rough, exact = ranks("train", 2, configs=configs, steps=1)[0]
+    assert rough["rows"][0][1] != exact["rows"][0][1]
+    assert rough["rows"][0][1] == pytest.approx(exact["rows"][0][1], rel=2e-2)

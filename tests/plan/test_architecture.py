@@ -1,0 +1,55 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from penstock.errors import ModelError, RecipeError
+from penstock.layout import parameters
+from penstock.plan.architecture import KNOWN, architecture_of, from_config
+from penstock.presets import ARCHITECTURES, PRESETS
+from penstock.recipe import Recipe
+
+SMALL = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "tie_word_embeddings": False, "num_experts_per_tok": 2,
+    "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 24,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_config_file_gives_the_models_own_parameters(kind, tied, tmp_path):
+    config = AutoConfig.for_model(kind, **SMALL | {"tie_word_embeddings": tied})
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = architecture_of(Recipe(model=str(tmp_path)))
+    assert [p.size for p in parameters(found)] == [p.numel() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_a_presets_numbers_survive_the_way_through_a_config(name):
+    known = ARCHITECTURES[name]
+    found = from_config({"model_type": known.model_type, **known.config_values()}, name)
+    assert found.num_parameters() == known.num_parameters()
+    assert found.num_active_parameters() == known.num_active_parameters()
+
+
+def test_the_demo_and_a_shape():
+    demo = architecture_of(PRESETS["demo"])
+    assert 1e6 < demo.num_parameters() < 1e7
+    smaller = architecture_of(Recipe(model="meta-llama/Llama-3.1-8B", init="random", shape="num_hidden_layers=2"))
+    assert smaller.layers == 2
+    assert smaller.hidden == 4096
+
+
+def test_what_is_not_known_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="neither here nor in Hugging Face's cache"):
+        architecture_of(Recipe(model="nobody/nothing-here"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(RecipeError, match="plan does not know models of type 'gpt2'"):
+        architecture_of(Recipe(model=str(tmp_path)))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not JSON"):
+        architecture_of(Recipe(model=str(tmp_path)))

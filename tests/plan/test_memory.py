@@ -1,0 +1,97 @@
+"""Activations: counted here, saved by autograd there; and the three figures that were measured on the H200."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from penstock.engine.native import PackedModel, full_batch
+from penstock.model.attention import VARLEN
+from penstock.plan.architecture import from_config
+from penstock.plan.memory import Work, disk, passing, saved_in_layer
+from penstock.presets import ARCHITECTURES
+from penstock.recipe import Recipe
+
+QWEN3_14B, LLAMA_8B = ARCHITECTURES["Qwen/Qwen3-14B"], ARCHITECTURES["meta-llama/Llama-3.1-8B"]
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "pad_token_id": 0, "num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4,
+    "moe_intermediate_size": 96, "attention_dropout": 0.0, "residual_dropout": 0.0, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@contextmanager
+def attention_apart(inside):
+    """Keep a note of when attention runs: on a CPU it keeps other tensors than the flash kernels do."""
+    before = ALL_ATTENTION_FUNCTIONS[VARLEN]
+
+    def noted(*args, **kwargs):
+        inside.append(True)
+        try:
+            return before(*args, **kwargs)
+        finally:
+            inside.pop()
+
+    AttentionInterface.register(VARLEN, noted)
+    yield
+    AttentionInterface.register(VARLEN, before)
+
+
+def saved_bytes(kind, layers, attention="varlen"):
+    """Bytes of distinct storages that autograd keeps in a forward, without weights and what attention keeps."""
+    config = AutoConfig.for_model(kind, **SHAPE | {"num_hidden_layers": layers})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    packed = PackedModel(model, Recipe(attention=attention))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept, inside = {}, []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and not inside:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with attention_apart(inside), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = packed.loss_sum(full_batch(2, 64, 64))
+    assert loss.requires_grad
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3", "seed_oss", "qwen3_moe", "gpt_oss"])
+def test_a_layer_keeps_what_the_formula_says(kind):
+    a = from_config({"model_type": kind, "num_hidden_layers": 3, "sliding_window": 128, **SHAPE}, kind)
+    measured = saved_bytes(kind, 3) - saved_bytes(kind, 2)
+    in_attention = 2 * 64 * (2 * (a.heads + 2 * a.kv_heads) * a.head_dim + 4 * a.heads)  # all but its output
+    assert saved_in_layer(a, Work(2, 64, 0)) - in_attention == pytest.approx(measured, rel=0.03)
+
+
+def test_eager_attention_keeps_its_probabilities():
+    architecture = from_config({"model_type": "llama", "num_hidden_layers": 3, **SHAPE}, "llama")
+    measured = saved_bytes("llama", 3, "eager") - saved_bytes("llama", 2, "eager")
+    assert saved_in_layer(architecture, Work(2, 64, 0, "eager")) == pytest.approx(measured, rel=0.15)
+
+
+def test_activations_measured_on_the_h200():
+    """benchmarks/results/2026-11-15-h200/rows.jsonl; the kept figure is the trial's."""
+    large = passing(QWEN3_14B, Work(4, 4096, recompute=40))
+    assert large.activation_bytes == pytest.approx(13.588e9, rel=0.02)
+    assert large.kept_bytes == pytest.approx(33.6e9, rel=0.02)
+    assert passing(LLAMA_8B, Work(1, 4096, recompute=0)).activation_bytes == pytest.approx(31.334e9, rel=0.02)
+
+
+def test_recompute_takes_less_and_rows_more():
+    by_layers = [passing(LLAMA_8B, Work(2, 4096, n)).activation_bytes for n in (0, 8, 16, 32)]
+    assert by_layers == sorted(by_layers, reverse=True)
+    by_rows = [passing(LLAMA_8B, Work(n, 4096, 16)).activation_bytes for n in (1, 2, 4)]
+    assert by_rows == sorted(by_rows)
+    kept = passing(LLAMA_8B, Work(4, 4096, 32))
+    assert kept.activation_bytes < kept.kept_bytes < kept.activation_bytes + 2 * LLAMA_8B.num_parameters()
+
+
+def test_disk_holds_what_is_kept_and_one_being_written():
+    found = disk(10**9, 10.0, 2, keep=2)
+    assert found.checkpoint_bytes == 12e9
+    assert found.peak_bytes == 3 * 12e9 + 2e9
+    assert disk(10**9, 10.0, 2, keep=0).peak_bytes == 2e9

@@ -1,0 +1,100 @@
+"""A plan against what was measured, and against its own sums."""
+
+import dataclasses
+
+import pytest
+
+from penstock.layout import Buffer
+from penstock.machines import H200, MACHINES
+from penstock.plan.predict import Job, Settings, largest_parts, predict
+from penstock.presets import ARCHITECTURES, Architecture
+
+QWEN3_14B, LLAMA_8B = ARCHITECTURES["Qwen/Qwen3-14B"], ARCHITECTURES["meta-llama/Llama-3.1-8B"]
+TINY = Architecture(
+    model_type="llama", layers=2, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=16, vocab=512,
+    max_positions=128, norm_eps=1e-5, rope=(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("job", "settings", "gpu_gb", "host_gb", "step_s"),
+    [
+        (Job(QWEN3_14B, 4, 4096), Settings("fp32", 4, 40), 144.240, 74.193, 4.3331),
+        (Job(QWEN3_14B, 4, 4096, clip=False), Settings("fp32", 4, 40), 145.289, 49.462, 3.9907),
+        (Job(LLAMA_8B, 4, 4096), Settings("fp32", 1, 0), 143.759, 1.831, 1.7991),
+    ],
+    ids=["qwen3-14b clipped", "qwen3-14b", "llama-8b"],
+)
+def test_what_was_measured_on_the_h200(job, settings, gpu_gb, host_gb, step_s):
+    """benchmarks/results/2026-11-15-h200/rows.jsonl: memory within 2 %, the step within 5 %."""
+    plan = predict(job, settings, H200)
+    assert plan.fits
+    assert plan.peak_bytes("gpu") == pytest.approx(gpu_gb * 1e9, rel=0.02)
+    assert plan.peak_bytes("host") == pytest.approx(host_gb * 1e9, rel=0.02)
+    assert plan.seconds.step == pytest.approx(step_s, rel=0.05)
+
+
+def test_homes_of_qwen3_14b_are_those_that_the_engine_chose():
+    """85.28 GB gpu, 37.71 GB stream, 24.69 GB host (rows.jsonl)."""
+    placement = predict(Job(QWEN3_14B, 4, 4096), Settings("fp32", 4, 40), H200).placement
+    assert 10 * placement.gpu == pytest.approx(85.28e9, rel=0.03)
+    assert 10 * placement.stream == pytest.approx(37.71e9, rel=0.1)
+    assert 10 * placement.host == pytest.approx(24.69e9, rel=0.1)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_a_plan_that_fits_stays_within_its_rooms(name, gpus):
+    job = Job(ARCHITECTURES[name], 4, 2048)
+    plan = predict(job, Settings("bf16", 2, job.architecture.layers), MACHINES["gh200"], gpus)
+    if plan.fits:
+        slack = 2e9  # chunks are dealt whole
+        assert plan.peak_bytes("gpu") <= plan.gpu_room + slack
+        assert plan.peak_bytes("host") <= plan.host_room + 1.8e9 + slack
+
+
+def test_several_gpus_hold_a_share_each():
+    one, two = (predict(Job(LLAMA_8B, 4, 4096), Settings("fp32", 1, 32), MACHINES["gh200"], n) for n in (1, 2))
+    weights = [next(b.num_bytes for b in plan.buffers if b.name == "weights") for plan in (one, two)]
+    assert weights[1] == pytest.approx(weights[0] / 2, rel=1e-6)
+    assert one.tokens_per_s < two.tokens_per_s < 2.1 * one.tokens_per_s
+    assert "gathered layers" in {b.name for b in two.buffers}
+
+
+def test_one_memory_for_both_holds_everything_once():
+    plan = predict(Job(LLAMA_8B, 1, 1024), Settings("bf16", 1, 32), MACHINES["gb10"])
+    assert plan.fits
+    assert plan.placement.fractions() == {"gpu": 1.0}
+    assert not predict(Job(QWEN3_14B, 1, 1024), Settings("fp32", 1, 40), MACHINES["gb10"]).fits
+
+
+def test_fixed_homes_are_taken_as_they_are():
+    job = Job(LLAMA_8B, 4, 4096, homes=(("stream", 0.5), ("host", 0.5)))
+    plan = predict(job, Settings("fp32", 4, 32), H200)
+    assert plan.fits
+    assert plan.placement.fractions() == {"stream": 0.5, "host": 0.5}
+    all_host = dataclasses.replace(job, homes=(), overlap=False)
+    baseline = predict(all_host, Settings("fp32", 4, 32), H200)
+    assert baseline.placement.fractions() == {"host": 1.0}
+    assert baseline.seconds.exposed > plan.seconds.exposed
+
+
+def test_without_a_gpu_everything_is_on_the_host():
+    cpu = dataclasses.replace(H200, name="cpu", gpu_bytes=0)
+    plan = predict(Job(TINY, 4, 64, dtype_bytes=4), Settings("fp32", 4, 0), cpu)
+    assert plan.fits
+    assert {b.place for b in plan.buffers} == {"host"}
+
+
+def test_the_largest_parts_come_first():
+    plan = predict(Job(QWEN3_14B, 4, 4096), Settings("fp32", 4, 40), MACHINES["rtx4090"])
+    assert not plan.fits
+    parts = largest_parts(plan, "gpu")
+    assert parts[0] == Buffer("weights", "gpu", 29536614400)
+    assert [p.num_bytes for p in parts] == sorted((p.num_bytes for p in parts), reverse=True)
+
+
+def test_disk_and_loading():
+    plan = predict(Job(LLAMA_8B, 4, 4096, keep=2), Settings("fp32", 1, 0), H200)
+    assert plan.disk.checkpoint_bytes == pytest.approx(12 * plan.num_params)
+    assert plan.loading == pytest.approx(2 * plan.num_params + 2 * 128256 * 4096)

@@ -1,0 +1,151 @@
+"""What `penstock plan` prints: it adds up, and what it says to paste is true."""
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from penstock.cli import main
+from penstock.errors import RecipeError
+from penstock.machines import H200, MACHINES
+from penstock.plan.report import (
+    compare,
+    lines,
+    make_plan,
+    make_report,
+    matrix,
+    matrix_lines,
+    short,
+    with_flags,
+    without_flags,
+)
+from penstock.presets import PRESETS
+
+
+def test_the_report_has_every_part():
+    text = "\n".join(lines(make_report(PRESETS["qwen3-14b"], H200)))
+    for part in (
+        "14.77 B parameters", "resident state", "streamed state", "host state", "weights", "gradients", "activations",
+        "staging", "CUDA context", "Loading:", "Disk: 177.2 GB a checkpoint", "forward", "backward", "recompute",
+        "exposed", "link, each way", "CPU", "tokens/s", "TFLOP/s", "Whole run: 33 steps", "Other settings that fit",
+        "58% gpu", "benchmarks/results/2026-11-15-h200",
+    ):  # fmt: skip
+        assert part in text, part
+    assert "measured" in text.splitlines()[0]
+    assert "not measured" in lines(make_report(PRESETS["qwen3-14b"], MACHINES["gh200"]))[0]
+
+
+def test_json_is_one_object_that_adds_up(capsys):
+    assert main(["plan", "qwen3-14b", "--gpu", "h200", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    on_gpu = sum(b["num_bytes"] for b in found["buffers"] if b["place"] == "gpu" and b["name"] != "CUDA context")
+    assert found["gpu_bytes"] == on_gpu
+    s = found["seconds"]
+    assert s["step"] == pytest.approx(s["forward"] + s["backward"] + s["recompute"] + s["exposed"])
+    assert found["tokens_per_s"] == pytest.approx(4 * 4096 / s["step"])
+    assert found["alternatives"]
+    assert found["run"]["steps"] == 33
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["seed-oss-36b", "--gpu", "h200"],
+        ["llama-8b", "--gpu", "h100", "--recompute", "none", "--batch-size", "32"],
+        ["qwen3-14b", "--gpu", "h200", "--homes", "gpu"],
+        ["gpt-oss-20b", "--gpu", "h200"],
+        ["qwen3-14b", "--gpu", "rtx4090", "--host-memory", "128GiB"],
+        ["llama-70b", "--gpu", "gh200"],
+    ],
+    ids=" ".join,
+)
+def test_what_does_not_fit_exits_3_with_a_command_that_does(words, capsys):
+    assert main(["plan", *words]) == 3
+    error = capsys.readouterr().err
+    assert "does not fit" in error
+    assert "the largest parts" in error
+    command = shlex.split(error.splitlines()[-1])
+    assert command[:2] == ["penstock", "plan"]
+    assert main(command[1:]) == 0, command
+
+
+def test_the_cheapest_change_keeps_the_mathematics_if_it_can(capsys):
+    assert main(["plan", "llama-8b", "--gpu", "h200", "--recompute", "none", "--batch-size", "32"]) == 3
+    error = capsys.readouterr().err
+    assert "the same mathematics" in error
+    assert "--states" not in error
+
+
+def test_the_matrix_reproduces_the_references_table():
+    cells = {(cell.preset, cell.gpus): cell.plan for cell in matrix(MACHINES["gh200"])}
+    for name, gpus in {"llama-8b": 1, "qwen3-14b": 1, "phi-4": 1, "gpt-oss-20b": 1, "seed-oss-36b": 2,
+                       "qwen3-30b-a3b": 2, "llama-70b": 4}.items():  # fmt: skip
+        plan = cells[name, gpus]
+        assert plan is not None, name
+        assert plan.settings.states == "fp32"
+    text = "\n".join(matrix_lines(MACHINES["gh200"], matrix(MACHINES["gh200"])))
+    assert "seed-oss-36b: 1 is enough" in text
+    assert "qwen3-30b-a3b: 1 is enough" in text
+    assert "does not fit" in text
+
+
+def test_on_the_h200_every_preset_but_the_largest_has_a_way():
+    """DESIGN.md section 8: with the format and schedule that the planner picks."""
+    for name in ("gpt-oss-20b", "qwen3-30b-a3b", "seed-oss-36b"):
+        words = ["plan", name, "--gpu", "h200", "--states", "int8", "--max-grad-norm", "0"]
+        assert main(words) == 0, name
+
+
+def test_too_many_gpus_for_the_batch_are_refused():
+    with pytest.raises(RecipeError, match="each GPU needs a row"):
+        make_plan(PRESETS["llama-8b"], H200, 8)
+
+
+def test_flags_replace_what_was_said_before():
+    words = ["penstock", "train", "x.yaml", "--recompute", "none", "--states=fp32", "--json"]
+    changed = with_flags(words, ("--recompute full", "--states bf16"))
+    assert changed == "penstock train x.yaml --json --recompute full --states bf16"
+    assert without_flags(["a", "--betas", "0.9", "0.99", "--lr", "1"], ["--betas"]) == ["a", "--lr", "1"]
+
+
+def test_reality_is_compared_without_the_first_steps():
+    plan = make_plan(replace(PRESETS["qwen3-14b"]), H200)
+    text = compare(plan, [60.0, 9.0, *([plan.seconds.step * 1.1] * 8)], int(plan.peak_bytes("gpu") * 0.99), 10**9)
+    assert text.startswith("after 10 steps: 4.84 s a step, planned 4.4 (+10%)")
+    assert "GB GPU" in text
+    assert "(-1%)" in text
+    assert "planned: " in short(plan)
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_it_takes_under_a_second_and_no_torch(name):
+    code = (
+        "import sys, time; start = time.process_time();"
+        "from penstock.cli import main;"
+        f"code = main(['plan', {name!r}, '--gpu', 'gh200', '--gpus', '4']);"
+        "assert 'torch' not in sys.modules, 'torch';"
+        "seconds = time.process_time() - start; assert seconds < 1, seconds; sys.exit(code)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode in (0, 3), result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
+
+
+def test_the_matrix_takes_a_second_or_two():
+    start = time.process_time()
+    matrix(MACHINES["gh200"])
+    assert time.process_time() - start < 3
+
+
+def test_the_solver_is_free_when_asked(capsys):
+    assert main(["plan", "llama-8b", "--gpu", "h200", "--best"]) == 0
+    assert "chosen by the solver: --micro-batch-size 1 --recompute none" in capsys.readouterr().out
+    assert main(["plan", "gpt-oss-20b", "--gpu", "h200", "--best", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["fits"], found["settings"]["states"]) == (True, "bf16")
+    assert "--states bf16" in found["flags"]

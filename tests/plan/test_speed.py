@@ -1,0 +1,60 @@
+"""Seconds against the floors that were measured on the H200, and what must hold on any machine."""
+
+from dataclasses import astuple, replace
+
+import pytest
+
+from penstock.machines import H200, MACHINES
+from penstock.plan.memory import Work
+from penstock.plan.speed import arithmetic, exchange_seconds, model_flops, update_seconds
+from penstock.presets import ARCHITECTURES
+
+QWEN3_14B, LLAMA_8B = ARCHITECTURES["Qwen/Qwen3-14B"], ARCHITECTURES["meta-llama/Llama-3.1-8B"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "work", "times", "floor_s"),
+    [(LLAMA_8B, Work(1, 4096, 0), 4, 1.7096), (QWEN3_14B, Work(4, 4096, 40), 1, 3.8688)],
+)
+def test_floors_of_the_h200(architecture, work, times, floor_s):
+    """benchmarks/results/2026-11-15-h200/rows.jsonl, rows of the floor."""
+    assert times * sum(astuple(arithmetic(architecture, work, H200))) == pytest.approx(floor_s, rel=0.05)
+
+
+def test_forward_and_backward_apart():
+    """The trial's own figures: benchmarks/results/2026-11-15-h200/second/table.txt."""
+    large = arithmetic(QWEN3_14B, Work(4, 4096, 40), H200)
+    assert large.forward_s == pytest.approx(1.087, rel=0.07)
+    assert large.backward_s + large.recompute_s == pytest.approx(2.711, rel=0.07)
+
+
+def test_an_update_of_resident_state():
+    """0.090 s for llama-8b, all state on the GPU."""
+    assert update_seconds(8.03e9, 10, 2, H200) == pytest.approx(0.090, rel=0.05)
+
+
+def test_model_flops_are_those_of_the_bench():
+    assert model_flops(LLAMA_8B, 4, 4096) / 1.709592529296875 / 1e12 == pytest.approx(493.28551498152916, rel=1e-3)
+    assert model_flops(QWEN3_14B, 4, 4096) / 3.868847900390625 / 1e12 == pytest.approx(398.11296853887876, rel=1e-3)
+
+
+def test_recompute_costs_a_forward_of_its_layers():
+    none, half, full = (arithmetic(LLAMA_8B, Work(1, 4096, n), H200) for n in (0, 16, 32))
+    assert none.recompute_s == 0
+    assert full.recompute_s == pytest.approx(2 * half.recompute_s)
+    assert full.recompute_s < full.forward_s
+    assert full.forward_s == none.forward_s
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_a_faster_machine_is_faster(name):
+    work = Work(1, 4096, 4)
+    slow = replace(H200, matrix_flops_per_s=H200.matrix_flops_per_s / 2)
+    assert sum(astuple(arithmetic(ARCHITECTURES[name], work, slow))) > sum(
+        astuple(arithmetic(ARCHITECTURES[name], work, H200))
+    )
+
+
+def test_exchange_grows_with_gpus():
+    two, four = (exchange_seconds(10**10, 2, n, MACHINES["gh200"]) for n in (2, 4))
+    assert 0 < two < four

@@ -1,0 +1,264 @@
+"""What ranks do in tests: each function runs on every rank of a world that may have one."""
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.checkpoint import export_sharded
+from penstock.checkpoint.resume import model_fingerprint
+from penstock.data.loader import Position, prepare
+from penstock.engine.native import NativeEngine
+from penstock.engine.ranks import bind, find_world, joined
+from penstock.engine.sharded import load_for_ranks
+from penstock.errors import ModelError, RecipeError
+from penstock.model.attention import use_attention
+from penstock.model.load import load_config, load_model, load_tokenizer
+from penstock.model.sharded import _read
+from penstock.model.source import find_source
+from penstock.offload import homes
+from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.shards import extents, local, local_start
+from penstock.offload.state import state_tensors
+from penstock.presets import PRESETS
+
+CPU = torch.device("cpu")
+SHAPES = {
+    "llama-8b": "num_attention_heads=4,num_key_value_heads=2",
+    # Three experts: of four ranks the last holds none of them.
+    "qwen3-30b-a3b": "num_attention_heads=4,num_key_value_heads=2,head_dim=8,num_experts=3,num_experts_per_tok=2,"
+    "moe_intermediate_size=16",
+}
+
+
+def silent(_):
+    pass
+
+
+def tiny(preset="llama-8b", **changes):
+    if preset == "demo":  # tied
+        base = dataclasses.replace(PRESETS["demo"], max_length=64)
+    else:
+        shape = f"num_hidden_layers=2,hidden_size=32,intermediate_size=48,vocab_size=2048,{SHAPES[preset]}"
+        base = dataclasses.replace(PRESETS[preset], init="random", shape=shape, tokenizer="demo", data="demo")
+    values = {"dtype": "fp32", "batch_size": 5, "max_length": 64, "eps": 1e-3, "data_percent": 10.0, **changes}
+    return dataclasses.replace(base, **values)
+
+
+def load(world, recipe):
+    config = load_config(recipe)
+    if world.many:
+        sharded = load_for_ranks(recipe, config, CPU, world.size, silent)
+        return sharded.model, sharded.remainders
+    return load_model(recipe, config, CPU, silent), {}
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def train(configs, steps=2, slow=False):
+    """A few steps of every config; losses, norms, evaluation and weights of each."""
+    world = find_world()
+    found = []
+    if slow:  # an update takes so long that whoever does not wait for it reads old weights
+        fast = homes.Pool.adamw_
+
+        def adamw_(*args):
+            time.sleep(0.02)
+            fast(*args)
+
+        homes.Pool.adamw_ = adamw_
+    with joined(world, CPU):
+        for config in configs:
+            recipe = tiny(**config)
+            model, remainders = load(world, recipe)
+            tokenizer = load_tokenizer(recipe)
+            with world.in_turn():
+                loader = prepare(recipe, tokenizer, model.config.vocab_size, silent).train
+            engine = NativeEngine(model, recipe, silent, world, remainders)
+            position, rows = Position(), []
+            for _ in range(steps):
+                tokens, trained = loader.counts_at(position)
+                batches, position = loader.step_at(position, world.rank, world.size)
+                engine.begin(1e-2)
+                for number, batch in enumerate(batches, start=1):
+                    engine.accumulate(batch, trained, last=number == len(batches))
+                result = engine.step()
+                rows.append((result.loss, result.grad_norm, tokens, trained))
+            evaluated = engine.evaluate(loader.of_rank(world.rank, world.size))
+            weights = {name: whole(p) for name, p in model.named_parameters()}
+            engine.release()
+            found.append({"rows": rows, "eval": evaluated, "weights": weights, "dtype": model.dtype})
+    return found
+
+
+class Plain(nn.Module):
+    """Parameters whose shards begin at blocks of int8; of four ranks the last has nothing of `small`."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Module() for _ in shapes)
+        generator = torch.Generator().manual_seed(3)
+        for layer, shape in zip(self.layers, shapes, strict=True):
+            layer.weight = nn.Parameter(torch.randn(shape, generator=generator).bfloat16())
+
+
+def updates(states, home, schedule="after-norm", shapes=((64, 512), (3, 256), (1024,)), bad_rank=None, steps=4):
+    """Updates from given gradients, without any backward: this rank's part of all weights and state."""
+    world = find_world()
+    with joined(world, CPU):
+        model = Plain(shapes)
+        if world.many:
+            mesh = init_device_mesh("cpu", (world.size,))
+            for layer in model.layers:
+                fully_shard(layer, mesh=mesh)
+        clip = 0.0 if schedule == "in-backward" else 1e30  # never reached: the scale is exactly one
+        try:
+            optimizer = OffloadAdamW(
+                model, lr=1e-2, max_grad_norm=clip, states=states, homes=home, schedule=schedule, chunk_size=1024
+            )
+        except RecipeError as error:
+            return str(error)
+        generator = torch.Generator().manual_seed(5)
+        taken = []
+        for step in range(steps):
+            for p in model.parameters():
+                gradient = torch.randn(p.shape, generator=generator).bfloat16()
+                start, own = local_start(p), local(p)
+                part = gradient.view(-1)[start : start + own.numel()].view(own.shape).clone()
+                if bad_rank == world.rank and step == 1 and p.ndim == 1:
+                    part[0] = float("inf")
+                p.grad = (
+                    DTensor.from_local(part, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+                    if world.many
+                    else part
+                )
+            optimizer.step()
+            optimizer.synchronize()  # as no module is called that would wait
+            optimizer.zero_grad()
+            taken.append(bool(optimizer.report.taken))
+        optimizer.synchronize()
+        names = {p: name for name, p in model.named_parameters()}
+        pieces = {t.name: [piece.clone() for piece in t.pieces] for t in state_tensors(optimizer, names)}
+        pieces |= {name: [local(p).clone().view(-1)] for p, name in names.items()}
+        norm = optimizer.report.grad_norm.clone()
+        optimizer.close()
+        return {"pieces": pieces, "taken": taken, "norm": norm, "sharded": [names[p] for p in names]}
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and tensor.device.type == "cpu":
+                self.num_bytes = max(self.num_bytes, tensor.untyped_storage().nbytes())
+        return out
+
+
+def loading(directory, dtype):
+    """Sizes while a model is loaded, its weights and remainders, and its fingerprint."""
+    world = find_world()
+    recipe = dataclasses.replace(tiny(dtype=dtype), model=directory, init="pretrained", shape=None)
+    with joined(world, CPU):
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a dispatch mode sees one thread only
+        with Largest() as seen:
+            model, remainders = load(world, recipe)
+        own = sum(local(p).nbytes for p in model.parameters())
+        return {
+            "largest": seen.num_bytes,
+            "own": own,
+            "all": sum(p.numel() * p.itemsize for p in model.parameters()),
+            "weights": {name: whole(p) for name, p in model.named_parameters()},
+            "remainders": {name: remainders[p] for name, p in model.named_parameters() if p in remainders},
+            "fingerprint": model_fingerprint(model, values=True, remainders=remainders),
+        }
+
+
+def drawing(presets):
+    """Random weights."""
+    world = find_world()
+    with joined(world, CPU):
+        models = [load(world, tiny(preset, init="random"))[0] for preset in presets]
+        return [{name: whole(p) for name, p in model.named_parameters()} for model in models]
+
+
+def agreement():
+    """What a world can do for its ranks."""
+    world = find_world()
+    with joined(world, CPU):
+        before = os.sched_getaffinity(0)
+        order = []
+        with world.in_turn():
+            order.append(time.monotonic())
+        return {
+            "shared": world.share(lambda: {"from": world.rank}),
+            "largest": world.largest(world.rank * 15),
+            "total": float(world.total(torch.tensor(world.rank + 0.5))),
+            "turn": order[0],
+            "before": before,
+            "cores": bind(world, CPU),
+            "groups": dist.is_initialized(),
+        }
+
+
+def cutting(shapes):
+    """What FSDP2 gives this rank of parameters, and where we say it lies."""
+    world = find_world()
+    with joined(world, CPU):
+        model = nn.Module()
+        wholes = [torch.arange(float(torch.Size(shape).numel())).view(shape) for shape in shapes]
+        for number, tensor in enumerate(wholes):
+            model.register_parameter(f"p{number}", nn.Parameter(tensor.clone()))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
+        cuts = []
+        for p, tensor in zip(model.parameters(), wholes, strict=True):
+            own = local(p).flatten()
+            start = int(own[0]) if own.numel() else extents(p)[world.rank][0]
+            cuts.append({
+                "extent": extents(p)[world.rank], "found": (start, own.numel()), "all": extents(p),
+                "total": tensor.numel(),
+            })  # fmt: skip
+        return cuts
+
+
+def refused(directory, method, gguf):
+    """The error for a model that cannot be read in rows."""
+    world = find_world()
+    recipe = dataclasses.replace(tiny(), model=directory, init="pretrained", shape=None)
+    with joined(world, CPU):
+        config = load_config(recipe)
+        if method:
+            config.quantization_config = {"quant_method": method}
+        source = dataclasses.replace(find_source(directory, None), gguf_file=gguf or None)
+        try:
+            _read(recipe, config, source, CPU, lambda model: None, silent)
+        except ModelError as error:
+            return str(error)
+
+
+def exporting(directory, preset):
+    """Export a sharded model in small files, after a step's worth of change."""
+    world = find_world()
+    export_sharded.FILE_BYTES = 40_000
+    recipe = tiny(preset, init="random")
+    with joined(world, CPU):
+        model, _ = load(world, recipe)
+        tokenizer = load_tokenizer(recipe)
+        use_attention(model, "auto")
+        export_sharded.export_sharded(model, tokenizer, Path(directory), recipe, world, print)
+        return {name: whole(p) for name, p in model.named_parameters()}
