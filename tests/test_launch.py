@@ -70,6 +70,8 @@ def test_a_mistake_is_found_before_any_rank_starts(capsys, tmp_path):
     assert main(["train", "demo", "--gpus", "2", "--nodes", "2"]) == 2
     assert "--rendezvous" in capsys.readouterr().err
     assert main(["train", "demo", "--gpus", "2", "--lr", "-1"]) == 2
+    assert main(["train", "demo", "--gpus", "5", "--batch-size", "4", "--dry-run"]) == 2
+    assert "5 ranks need a row each" in capsys.readouterr().err
     assert main(["train", "demo", "--gpus", "2", "--dry-run", "--output-dir", str(tmp_path / "run")]) == 0
 
 
