@@ -66,4 +66,4 @@ def ranks(tmp_path_factory, private_cache):
 
     yield run
     process.stdin.close()
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=60) == 0

@@ -225,9 +225,14 @@ def _usage() -> str:
 def train(words: list[str]) -> int:
     """Fine-tune a model: penstock train [RECIPE] [--flags]."""
     args = _parse_with_recipe(TrainArgs, "train", _with_value(words, "--resume", "newest"))
-    from penstock.launch import Machines, follow_launcher, launch
+    from penstock.launch import Machines, check_batch, follow_launcher, launch
 
     machines = Machines(args.gpus, args.nodes, args.node_rank, args.rendezvous)
+    check_batch(args.recipe.batch_size, machines.ranks)
+    started = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and machines.ranks not in (1, int(started)):
+        what = f"--gpus and --nodes ask for {machines.ranks} ranks, and {started} were started"
+        raise RecipeError(what, remedy="Under torchrun leave both out.")
     if machines.ranks > 1 and "RANK" not in os.environ and not args.dry_run:
         return launch(["train", *words], machines, debug=args.debug)
     follow_launcher()

@@ -69,6 +69,15 @@ class Machines:
         }
 
 
+def check_batch(batch_size: int, ranks: int) -> None:
+    """Every rank needs a row of a step."""
+    if batch_size < ranks:
+        raise RecipeError(
+            f"batch_size = {batch_size}: is for all ranks together, and {ranks} ranks need a row each",
+            remedy=f"Use --batch-size {ranks} or more, or fewer ranks.",
+        )
+
+
 def launch(words: Sequence[str], machines: Machines, *, debug: bool) -> int:
     """Run `penstock WORDS` as this machine's ranks of the run. Returns the exit code of the first that failed."""
     host, _, port = machines.rendezvous.rpartition(":")

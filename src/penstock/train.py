@@ -39,9 +39,10 @@ from penstock.engine import Engine
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE, World, bind, joined
 from penstock.engine.sharded import load_for_ranks
-from penstock.errors import Diverged, DoesNotFit, Interrupted, RecipeError, UserError
+from penstock.errors import Diverged, DoesNotFit, Interrupted, UserError
 from penstock.generate import answer
 from penstock.hardware import describe, pick_device, pick_dtype
+from penstock.launch import check_batch
 from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.plan.predict import Plan
 from penstock.plan.report import compare, make_plan, short
@@ -68,7 +69,7 @@ def train(
     Of several ranks all run this; the first one alone reads and writes the directory of the run.
     """
     run_dir, own = recipe.run_dir, goes_on_in(recipe.run_dir, resume)
-    check_batch(recipe, world)
+    check_batch(recipe.batch_size, world.size)
     if world.first:
         check_run_dir(run_dir, overwrite=overwrite or own)
     device = world.pick(pick_device(recipe.device))
@@ -132,15 +133,6 @@ def train(
         after = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt else ""
         dialogue = Answer(recipe.prompt, before, after) if recipe.prompt else None
         return summarize(metrics, model_dir, run_dir, dialogue)
-
-
-def check_batch(recipe: Recipe, world: World) -> None:
-    """Every rank needs a row of a step."""
-    if recipe.batch_size < world.size:
-        raise RecipeError(
-            f"batch_size = {recipe.batch_size}: is for all ranks together, and {world.size} ranks need a row each",
-            remedy=f"Use --batch-size {world.size} or more, or fewer ranks.",
-        )
 
 
 def load(run: Run, console: Console, world: World) -> tuple[PreTrainedModel, dict[nn.Parameter, Tensor]]:

@@ -1,14 +1,11 @@
 """Who a process is, from any starter's environment, and what ranks do for each other."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from penstock.engine.ranks import ALONE, World, find_world
 from penstock.errors import RecipeError
-from penstock.presets import PRESETS
-from penstock.train import check_batch
+from penstock.launch import check_batch
 
 
 def test_without_a_starter_a_process_is_alone():
@@ -39,10 +36,9 @@ def test_an_environment_that_says_half_is_refused(environment, message):
 
 
 def test_every_rank_needs_a_row():
-    recipe = dataclasses.replace(PRESETS["demo"], batch_size=3)
-    check_batch(recipe, World(0, 3, 0, 3))
+    check_batch(3, 3)
     with pytest.raises(RecipeError, match=r"batch_size = 3: .* 4 ranks need a row each") as caught:
-        check_batch(recipe, World(0, 4, 0, 4))
+        check_batch(3, 4)
     assert "--batch-size 4" in caught.value.remedy
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from rank_jobs import CPU, silent, tiny
+from tiny import tiny_model
 
 from penstock.model.load import load_config, load_model
 from penstock.offload.kernels import join
@@ -31,6 +32,7 @@ def test_a_rank_loads_its_rows_and_never_more(ranks, stored, dtype):
         assert result["own"] <= 0.55 * result["all"]
         assert result["largest"] <= max(w.nbytes for w in weights.values()) * 0.6, "half of the largest parameter"
         assert result["fingerprint"] == one["fingerprint"], "the same model, whoever loads it"
+        assert all(torch.equal(result["buffers"][name], buffer) for name, buffer in one["buffers"].items())
         for name, weight in weights.items() if dtype == "fp32" else ():
             assert torch.equal(result["weights"][name], weight), name
     if dtype == "bf16":  # what rounding leaves is kept: together they are the fp32 weights
@@ -45,3 +47,13 @@ def test_what_is_unpacked_whole_is_refused_on_ranks(ranks, stored, tmp_path, met
     for message in ranks("refused", 2, directory=str(directory), gguf="" if method else packed, method=method):
         assert packed in message
         assert "cannot be read in rows by several ranks" in message
+
+
+def test_buffers_beside_weights_and_tied_weights_are_right(ranks, tmp_path):
+    """Gemma scales its embedding by a buffer that no checkpoint holds, in the module that holds the tied weight."""
+    tiny_model("gemma3_text").save_pretrained(tmp_path / "model")
+    (one,) = ranks("loading", 1, directory=str(tmp_path / "model"), dtype="fp32")
+    for result in ranks("loading", 2, directory=str(tmp_path / "model"), dtype="fp32"):
+        assert result["buffers"].keys() == one["buffers"].keys()
+        assert all(torch.equal(result["buffers"][name], buffer) for name, buffer in one["buffers"].items())
+        assert all(torch.equal(result["weights"][name], weight) for name, weight in one["weights"].items())

@@ -184,6 +184,7 @@ def loading(directory, dtype):
             "own": own,
             "all": sum(p.numel() * p.itemsize for p in model.parameters()),
             "weights": {name: whole(p) for name, p in model.named_parameters()},
+            "buffers": dict(model.named_buffers()),
             "remainders": {name: remainders[p] for name, p in model.named_parameters() if p in remainders},
             "fingerprint": model_fingerprint(model, values=True, remainders=remainders),
         }

@@ -36,8 +36,8 @@ def child(request, rank):
 
 
 def wait(pids):
-    """Exit codes; when one rank fails, or after a minute, the others are killed."""
-    codes, deadline = {}, time.monotonic() + 60
+    """Exit codes; when one rank fails, or all of them hang, the others are killed."""
+    codes, deadline = {}, time.monotonic() + 400
     while len(codes) < len(pids):
         for pid in pids:
             ended, status = (0, 0) if pid in codes else os.waitpid(pid, os.WNOHANG)

@@ -87,6 +87,8 @@ class World:
         """The device of this rank."""
         if device.type != "cuda" or not self.many:
             return device
+        if torch.cuda.device_count() == 1 and "SLURM_LOCALID" in os.environ and "RANK" not in os.environ:
+            return torch.device("cuda", 0)  # SLURM may show each task its own GPU and no other
         if self.local_size > torch.cuda.device_count():
             raise RecipeError(
                 f"{self.local_size} ranks on this machine, and torch sees {torch.cuda.device_count()} GPUs",

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -117,5 +116,5 @@ def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
         own = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         for name, buffer in own.items():
             module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-        if own and not any(isinstance(p, nn.Parameter) for p in module.parameters(recurse=False)):
-            model._init_weights(module)
+        if own:
+            model._init_weights(module)  # weights that were loaded carry a mark that keeps them

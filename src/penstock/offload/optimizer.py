@@ -420,6 +420,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Everything, per parameter, on the CPU: step count, powers, fp32 master and moments, parameter groups.
 
         Before the first step there is no state to tell, as in torch: wrappers read and write it at once to move it.
+        Of parameters that are sharded it holds this rank's part; `state.py` has the whole for any number of ranks.
         """
         self.synchronize()
         parts = zip(self._parameters, self._chunks, strict=True)

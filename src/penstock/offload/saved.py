@@ -59,6 +59,8 @@ def write_state(parameter: Tensor, where: Sequence[tuple[Chunk, Tensor]], entry:
 def check_format(entries: Sequence[Mapping[str, Tensor]], states: StateFormat) -> None:
     """Refuse state of another format, before anything is changed."""
     for entry in entries:
+        if "exp_avg" not in entry:  # this rank holds nothing of the parameter
+            continue
         found = next((f.name for f in FORMATS.values() if f.first == entry["exp_avg"].dtype), entry["exp_avg"].dtype)
         if found != states.name:
             raise RecipeError(
