@@ -90,6 +90,13 @@ def test_recompute_takes_less_and_rows_more():
     assert kept.activation_bytes < kept.kept_bytes < kept.activation_bytes + 2 * LLAMA_8B.num_parameters()
 
 
+def test_each_of_several_gpus_keeps_a_share_of_the_gradients_beside_whole_activations():
+    one, four = (passing(LLAMA_8B, Work(1, 4096, 32), gpus) for gpus in (1, 4))
+    assert four.activation_bytes == one.activation_bytes
+    assert four.kept_bytes < one.kept_bytes
+    assert four.kept_bytes > 2 * LLAMA_8B.num_parameters() / 4 + saved_in_layer(LLAMA_8B, Work(1, 4096, 0)) / 2
+
+
 def test_disk_holds_what_is_kept_and_one_being_written():
     found = disk(10**9, 10.0, 2, keep=2)
     assert found.checkpoint_bytes == 12e9

@@ -65,8 +65,8 @@ def saved_in_layer(a: Architecture, work: Work) -> float:
     return float(work.tokens * (norms + heads + attention + moe))
 
 
-def passing(a: Architecture, work: Work) -> Passing:
-    """Walk through forward, the loss and backward, and take the highest point."""
+def passing(a: Architecture, work: Work, gpus: int = 1) -> Passing:
+    """Walk through forward, the loss and backward, and take the highest point. Of a gradient each GPU keeps a share."""
     b, h, tokens = work.dtype_bytes, a.hidden, work.tokens
     whole, entry = saved_in_layer(a, work), float(b * h * tokens)
     held = [entry if number < work.recompute else whole for number in range(a.layers)]
@@ -80,7 +80,7 @@ def passing(a: Architecture, work: Work) -> Passing:
 
     at_loss = sum(held) + _loss(a, work)
     dropped = kept = at_loss
-    gradients = table  # of the head; a tied one is the embedding's
+    gradients = table / gpus  # of the head; a tied one is the embedding's
     below = sum(held)
     for number in reversed(range(a.layers)):
         below -= held[number]
@@ -88,8 +88,8 @@ def passing(a: Architecture, work: Work) -> Passing:
         now = below + own + max(passing_through, layer_gradients - whole)
         dropped = max(dropped, now)
         kept = max(kept, now + gradients)
-        gradients += layer_gradients
-    kept = max(kept, gradients + head)
+        gradients += layer_gradients / gpus
+    kept = max(kept, gradients + head / gpus)
     return Passing(dropped, kept)
 
 

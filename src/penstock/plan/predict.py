@@ -209,10 +209,9 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     work = Work(micro, job.length, settings.recompute, job.attention, b)
     step = speed.arithmetic(a, Work(rows, job.length, settings.recompute, job.attention, b), machine)
     one = speed.arithmetic(a, work, machine)
-    taken = passing(a, work)
-    # What passes counts whole gradients; several GPUs keep a share of each.
+    taken = passing(a, work, gpus)
     grads = b * a.num_parameters()
-    activation, kept = taken.activation_bytes, max(taken.activation_bytes, taken.kept_bytes - grads * (1 - 1 / gpus))
+    activation, kept = taken.activation_bytes, taken.kept_bytes
     in_backward, accumulates = job.schedule == "in-backward", num_micro > 1
     if accumulates:
         activation = kept = taken.activation_bytes + grads / gpus

@@ -144,17 +144,16 @@ def lines(report: Report) -> list[str]:
 def _memory(plan: Plan) -> list[str]:
     share = " (of one GPU)" if plan.gpus > 1 else ""
     found: list[str] = []
-    unified = plan.machine.unified
-    places = [("gpu", "GPU", plan.machine.gpu_bytes)] if plan.machine.has_gpu and not unified else []
-    places.append(("host", "Host", plan.machine.host_bytes))
-    if unified:
-        places.insert(0, ("gpu", "GPU (the same memory as the host's)", plan.machine.host_bytes))
-    for where, name, size in places:
-        parts = [b for b in plan.buffers if b.place == where and b.num_bytes >= 5e6]
+    places: list[tuple[tuple[str, ...], str, int]]
+    places = [(("gpu",), "GPU memory", plan.machine.gpu_bytes), (("host",), "Host memory", plan.machine.host_bytes)]
+    if plan.machine.unified:
+        places = [(("gpu", "host"), "Memory, one for GPU and host", plan.machine.host_bytes)]
+    for where, name, size in places if plan.machine.has_gpu else places[1:]:
+        parts = [b for b in plan.buffers if b.place in where and b.num_bytes >= 5e6]
         total = sum(b.num_bytes for b in parts)
-        free = GPU_RESERVE if where == "gpu" else HOST_RESERVE
+        free = GPU_RESERVE if where == ("gpu",) else HOST_RESERVE
         found.append(
-            f"{name} memory{share}: {total / 1e9:,.1f} GB of {size / 1e9:,.1f}, of which {free / 1e9:.1f} are left free"
+            f"{name}{share}: {total / 1e9:,.1f} GB of {size / 1e9:,.1f}, of which {free / 1e9:.1f} are left free"
         )
         for part in sorted(parts, key=lambda b: -b.num_bytes):
             note = ""
