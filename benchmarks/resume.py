@@ -1,6 +1,6 @@
 """Save and resume of a model with state in all three homes: to the bit, and how fast beside the disk itself.
 
-    OUT=out python benchmarks/resume.py qwen3-14b shape=num_hidden_layers=8 homes=gpu:0.4,stream:0.3,host:0.3
+    OUT=out python benchmarks/resume.py qwen3-14b shape=num_hidden_layers=8 homes=gpu=0.4,stream=0.3,host=0.3
 
 One process trains, saves, trains on, goes back by itself and trains on again (so that a difference can be told from
 arithmetic that does not repeat). A second process takes up the checkpoint with other homes and trains on. Both print a
@@ -9,7 +9,6 @@ $OUT/resume.jsonl; the checkpoint lies in $OUT/resume and is removed at the end.
 """
 
 import dataclasses
-import functools
 import json
 import os
 import shutil
@@ -29,7 +28,7 @@ from penstock.checkpoint.tensors import safetensors
 from penstock.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model
 from penstock.presets import PRESETS
-from penstock.recipe import with_values
+from penstock.recipe import parse_homes, with_values
 
 OUT = Path(os.environ.get("OUT", "."))
 STEPS = 3
@@ -37,22 +36,26 @@ DISK_BYTES = int(os.environ.get("DISK_BYTES", 8 * 2**30))
 
 
 def parse(preset, settings):
-    values = dict(s.split("=", 1) for s in settings)
-    homes = dict(part.split(":") for part in values.pop("homes", "gpu:0.4,stream:0.3,host:0.3").split(","))
+    values = {"init": "random", "homes": "gpu=0.4,stream=0.3,host=0.3"} | dict(s.split("=", 1) for s in settings)
     typed = {key: json.loads(value) if value[0] in "0123456789" else value for key, value in values.items()}
-    recipe = with_values(PRESETS[preset], typed, "command line")
-    return recipe, {name: float(share) for name, share in homes.items()}
+    return with_values(PRESETS[preset], typed, "command line")
 
 
-def build(recipe, homes):
+def turned(homes):
+    """The same shares, each for another home."""
+    shares = parse_homes(homes)
+    return ",".join(
+        f"{name}={share}" for name, share in zip([*list(shares)[1:], *list(shares)[:1]], shares.values(), strict=True)
+    )
+
+
+def build(recipe):
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
     device = pick_device(recipe.device)
-    recipe = dataclasses.replace(recipe, init="random", dtype=pick_dtype(recipe.dtype, device))
+    recipe = dataclasses.replace(recipe, dtype=pick_dtype(recipe.dtype, device))
     config = load_config(recipe)
     model = load_model(recipe, config, device, print)
-    # The recipe has no field for homes, since a run measures them; here all three must be in use.
-    native.OffloadAdamW = functools.partial(native.OffloadAdamW, homes=homes)
     engine = native.NativeEngine(model, recipe, print)
     batch = native.full_batch(recipe.rows_at_once, recipe.max_length, config.get_text_config().vocab_size)
     return engine, batch
@@ -117,8 +120,8 @@ def disk_rates(directory, threads):
     return {"write_gb_s": total / written, "read_gb_s": total / read_s}
 
 
-def first(recipe, homes, directory):
-    engine, batch = build(recipe, homes)
+def first(recipe, directory):
+    engine, batch = build(recipe)
     train(engine, batch)
     tensors = engine.saved_tensors()
     num_bytes = sum(t.num_bytes for members in tensors.values() for t in members)
@@ -138,9 +141,8 @@ def first(recipe, homes, directory):
     }  # fmt: skip
 
 
-def second(recipe, homes, directory):
-    turned = dict(zip(homes, [*list(homes.values())[1:], *list(homes.values())[:1]], strict=True))
-    engine, batch = build(recipe, turned)
+def second(recipe, directory):
+    engine, batch = build(dataclasses.replace(recipe, homes=turned(recipe.homes)))
     checkpoint = open_checkpoint(find(directory / "checkpoints")[0])
     groups, seconds = engine.saved_tensors().items(), {}
     parts = {
@@ -165,8 +167,7 @@ def second(recipe, homes, directory):
 
 def main(*words):
     if words[0] in ("first", "second"):
-        recipe, homes = parse(words[1], words[2:])
-        result = (first if words[0] == "first" else second)(recipe, homes, OUT / "resume")
+        result = (first if words[0] == "first" else second)(parse(words[1], words[2:]), OUT / "resume")
         (OUT / "resume" / f"{words[0]}.json").write_text(json.dumps(result))
         return
     (OUT / "resume").mkdir(parents=True, exist_ok=True)

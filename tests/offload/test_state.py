@@ -28,7 +28,10 @@ def steps(model, optimizer, numbers):
 def everything(model, optimizer):
     """Name -> (dtype, shape, elements), weights and state."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    state = {t.name: (t.dtype, t.shape, torch.cat(t.pieces).cpu()) for t in state_tensors(optimizer, names)}
+    state = {
+        t.name: (t.dtype, t.shape, torch.cat([piece.cpu() for piece in t.pieces]))
+        for t in state_tensors(optimizer, names)
+    }
     weights = {n: (p.dtype, tuple(p.shape), p.detach().view(-1).cpu()) for n, p in model.named_parameters()}
     return weights | state
 
