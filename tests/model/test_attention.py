@@ -197,9 +197,9 @@ def test_layers_can_be_compiled():
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 64])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_gpu_kernels_equal_the_definition(head_dim, window, sink):
+@pytest.mark.parametrize("boundaries", [(0, 1, 130, 384, 512, 1024), (0, 512, 1024)], ids=["packed", "alike"])
+def test_gpu_kernels_equal_the_definition(head_dim, window, sink, boundaries):
     """bf16 on the GPU, forward and backward, against the same function in fp32, segment by segment."""
-    boundaries = (0, 1, 130, 384, 512, 1024)
     shape = {"q": (2, 8, 512, head_dim), "k": (2, 2, 512, head_dim), "v": (2, 2, 512, head_dim)}
     low = {n: torch.randn(s, device="cuda").bfloat16().requires_grad_() for n, s in shape.items()}
     high = {n: x.detach().float().requires_grad_() for n, x in low.items()}

@@ -58,6 +58,8 @@ class Segments:
     """The same as int32 on the device, as the kernels want it."""
     max_length: int
     """Tokens in the longest segment."""
+    alike: bool
+    """All segments have one length. Every row begins one, so that without windows they are a plain batch of rows."""
 
     @classmethod
     def of(cls, boundaries: Sequence[int], device: torch.device) -> Segments:
@@ -68,7 +70,7 @@ class Segments:
         offsets = torch.tensor(boundaries, dtype=torch.int32)
         if device.type == "cuda":  # from pageable memory the copy would wait for all work queued on the GPU
             offsets = offsets.pin_memory()
-        return cls(tuple(boundaries), offsets.to(device, non_blocking=True), max(lengths))
+        return cls(tuple(boundaries), offsets.to(device, non_blocking=True), max(lengths), len(set(lengths)) == 1)
 
 
 def use_attention(model: PreTrainedModel, choice: str) -> str:
@@ -232,7 +234,10 @@ def _attend(
     q, k, v = (x.transpose(1, 2).reshape(rows * length, -1, x.shape[-1]) for x in (query, key, value))
     scale = head_dim**-0.5 if scaling is None else scaling
     half = query.dtype in (torch.bfloat16, torch.float16)
-    if query.is_cuda and half and value.shape[-1] == head_dim <= _FLASH_HEAD_DIM:
+    windowed = sliding_window is not None and sliding_window < segments.max_length
+    if segments.alike and not windowed and s_aux is None:
+        out = _rows(q, k, v, segments.max_length, scale)
+    elif query.is_cuda and half and value.shape[-1] == head_dim <= _FLASH_HEAD_DIM:
         out = _flash(q, k, v, segments, scale, sliding_window, s_aux)
     else:
         out = _one_by_one(q, k, v, segments, scale, sliding_window, s_aux)
@@ -256,6 +261,18 @@ def _refuse_call(
         name = type(module).__name__
         raise ModelError(f"{name} asks for what varlen attention does not do: {', '.join(asked)}",
                          remedy="Try --attention eager.")  # fmt: skip
+
+
+def _rows(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor:
+    """Segments of one length as a batch, for which torch has faster kernels than for segments of any length.
+
+    On an H200 cuDNN's takes 0.55 of flash attention's time, forward and backward (`benchmarks/attention.py`); torch
+    prefers it there. cuDNN's own kernel for segments was rejected: torch builds its plan anew in every call (50 ms),
+    and with fewer key than query heads its gradients are wrong.
+    """
+    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _flash(
