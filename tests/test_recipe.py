@@ -54,7 +54,7 @@ def test_yaml_numbers_written_without_a_dot_are_numbers():
         ({"packing": "yes"}, "'yes' is not true or false"),
         ({"betas": [0.9]}, r"\[0.9\] is not a list of 2 numbers"),
         ({"schedule": "cosin"}, "Did you mean 'cosine'"),
-        ({"recompute": "some"}, "'some' is not full or none or a whole number"),
+        ({"recompute": "some"}, "'some' is not full or selected or none or a whole number"),
         ({"lr": None}, "None is not a number"),
         ({"warmup": 100}, "my.yaml: warmup = 100.0: must be between 0 and 1"),
     ],

@@ -46,8 +46,9 @@ class Recipe:
     """Precision in which several ranks add up their gradients. Those of fp32 weights are added in fp32 anyway."""
     attention: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"] = "auto"
     """How attention is computed. All of them respect example boundaries; `auto` is varlen."""
-    recompute: Literal["full", "none"] | int = "none"
-    """Layers whose activations are computed again in backward instead of kept: full, none, or how many."""
+    recompute: Literal["full", "selected", "none"] | int = "none"
+    """Layers whose activations are computed again in backward instead of kept: full, none, or how many. `selected`: of
+    all layers, but for products and attention. Compiled layers on a GPU never keep more than these."""
 
     compile: bool = False
     """Compile the decoder layers: faster steps after a start of half a minute; results differ by rounding."""
@@ -177,7 +178,7 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (not r.save_every or r.keep >= 1, "save_every", "does not go with keep = 0", "Leave one of them out."),
         (r.skip_limit >= 1, "skip_limit", "must be at least 1", ""),
         (0 <= r.seed < 2**32, "seed", "must be between 0 and 4294967295", ""),
-        (recompute_layers >= 0, "recompute", "must be full, none, or a number of layers", ""),
+        (recompute_layers >= 0, "recompute", "must be full, selected, none, or a number of layers", ""),
         (not r.shape or r.init == "random", "shape", "needs random weights", "Add --init random."),
         (0 < r.cpu_adam_cores <= 1, "cpu_adam_cores", "must be over 0 and at most 1", "It is a share of the cores."),
         (r.update != "in-backward" or not r.max_grad_norm, "update", "the global norm is not known in backward",

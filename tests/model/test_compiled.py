@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import SEVEN, packed, tiny_model
 
-from penstock.model.attention import stock_attention, use_attention
+from penstock.model.attention import Segments, stock_attention, use_attention
 from penstock.model.compiled import set_compile
 from penstock.model.loss import packed_loss
 from penstock.model.recompute import set_recompute
@@ -63,6 +63,44 @@ def test_layers_share_one_compilation_and_no_step_needs_another():
     with torch.no_grad(), stock_attention(model):
         model(input_ids=torch.tensor([[1, 2, 3]]))  # another shape, but the plain forward
     assert not torch._dynamo.utils.counters["frames"].get("total", 0)
+
+
+def plain_and_compiled(model, device="cpu"):
+    """Loss and gradients of two rows of one segment each: without loops over segments, the compiler sees all of it."""
+    units = find_units(model)
+    use_attention(model, "auto")
+    ids = torch.randint(3, 90, (2, 16), device=device)
+    positions = torch.arange(16, device=device).expand(2, -1)
+    segments = Segments.of((0, 16, 32), torch.device(device))
+    found = []
+    for on in (False, True):
+        set_compile(units.layers, on, pytest.fail)
+        torch._dynamo.utils.counters.clear()
+        model.zero_grad()
+        loss = packed_loss(units, ids, positions, segments, torch.arange(31, device=device), ids.flatten()[1:])
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    return found
+
+
+@pytest.mark.slow
+def test_layers_that_keep_products_share_one_compilation(monkeypatch):
+    monkeypatch.setattr("penstock.model.compiled._in_one_piece", lambda layer: True)  # as on a GPU
+    model = tiny_model("llama", num_hidden_layers=10)  # more than the compiler's limit for one function
+    assert_close(*plain_and_compiled(model))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
+@pytest.mark.parametrize("name", SEVEN)
+def test_gpu_layers_are_compiled_in_one_piece(name):
+    model = tiny_model(name).to("cuda", torch.bfloat16)
+    plain, compiled = plain_and_compiled(model, "cuda")
+    for x, y in zip(plain, compiled, strict=True):
+        assert (x.float() - y.float()).norm() <= 3e-2 * x.float().norm() + 1e-3
+    kinds = len(set(getattr(model.config, "layer_types", None) or [1]))
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= kinds
 
 
 @pytest.mark.slow

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from tiny import OTHERS, SEVEN, packed, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import RecipeError
 from penstock.model.attention import use_attention
 from penstock.model.loss import packed_loss
-from penstock.model.recompute import set_recompute
+from penstock.model.recompute import PRODUCTS, set_recompute
 from penstock.model.units import find_units
 
 
@@ -26,7 +27,7 @@ def gradients(model, choice):
 def test_gradients_are_the_same_bits(name):
     model = tiny_model(name)
     kept = gradients(model, "none")
-    for choice in ("full", 1, "none"):
+    for choice in ("full", 1, "none") if name == "gpt_oss" else ("full", 1, "selected", "none"):
         assert all(torch.equal(a, b) for a, b in zip(kept, gradients(model, choice), strict=True))
 
 
@@ -43,6 +44,33 @@ def test_layers_run_again_in_backward_and_hooks_do_not():
     gradients(model, 1)
     assert attention_calls == [2, 1]
     assert hook_calls == [1, 1]
+
+
+def products_in_backward(choice):
+    model, batch = tiny_model("llama"), packed()
+    units = find_units(model)
+    use_attention(model, "auto")
+    set_recompute(units.layers, choice)
+    args = (units, batch.input_ids, batch.position_ids, batch.segments, batch.target_index, batch.targets)
+    loss, count = packed_loss(*args), [0]
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            count[0] += function in PRODUCTS
+            return function(*args, **kwargs or {})
+
+    with Count():
+        loss.backward()
+    return count[0]
+
+
+def test_selected_repeats_no_product():
+    assert products_in_backward("full") > products_in_backward("none") == products_in_backward("selected")
+
+
+def test_selected_refuses_products_that_are_changed_in_place():
+    with pytest.raises(RecipeError, match="add them in place"):
+        set_recompute(find_units(tiny_model("gpt_oss")).layers, "selected")
 
 
 def test_nothing_is_recomputed_without_gradients():

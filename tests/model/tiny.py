@@ -61,15 +61,15 @@ OTHERS: dict[str, dict[str, object]] = {
 }
 
 
-def tiny_config(name: str):
-    values = {**SEVEN, **OTHERS}[name]
+def tiny_config(name: str, **changes: object):
+    values = {**SEVEN, **OTHERS}[name] | changes
     return AutoConfig.for_model(name.removesuffix("-tied"), **values)
 
 
-def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
+def tiny_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     """In fp32, with weights large enough that every part of the model shows in the result."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(name), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(tiny_config(name, **changes), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)

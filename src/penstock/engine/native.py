@@ -39,7 +39,8 @@ class PackedModel:
         check_logits(model, self.units)
         set_recompute(self.units.layers, "none")
         set_compile(self.units.layers, recipe.compile, say)
-        set_recompute(self.units.layers, recipe.recompute)
+        compiled = recipe.compile and recipe.recompute == "selected"  # which is what a compiled layer does by itself
+        set_recompute(self.units.layers, "none" if compiled else recipe.recompute)
         model.train()
 
     def loss_sum(self, batch: MicroBatch) -> Tensor:

@@ -5,11 +5,17 @@ and the hook that waits for a unit's update is then lost without a word, so that
 being written. Layers of one kind share their code, so that one compilation serves all of them; rows have one length, so
 that it serves all steps. Without gradients (evaluation, generation) the plain forward runs: shapes change there all the
 time, and every shape would be compiled again.
+
+On a GPU a compiled layer keeps for backward what matrix products and attention gave, and computes the rest again inside
+the kernels that need it. That costs nothing and takes 0.6 of the memory: qwen3-14b, 4 x 4096 tokens on an H200, six
+layers, 0.499 s and 13.5 GB against 0.498 s and 20.2 GB as the compiler chooses by itself. Its own dial
+(`activation_memory_budget`) was rejected: at 0.5 it took 0.514 s and 11.5 GB; it does not know what attention costs.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +23,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.cache import cache_dir
+from penstock.model.recompute import keeping_products
 
 Say = Callable[[str], None]
 
@@ -34,6 +42,8 @@ def set_compile(layers: Sequence[nn.Module], on: bool, say: Say) -> None:
     if not on:
         return
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir("compiled")))  # the default is emptied with /tmp
+    # It warns of operations in place in what is computed again; compiled code has none.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     attempt = _Attempt(say)
     for layer in layers:
         layer.forward = _Compiled(layer.forward, attempt)
@@ -54,7 +64,7 @@ class _Compiled:
     def __init__(self, plain: Callable[..., Any], attempt: _Attempt) -> None:
         functools.update_wrapper(self, plain)  # transformers reads the signatures of forwards
         self.plain, self._attempt = plain, attempt
-        self._compiled = torch.compile(plain)
+        self._compiled = _compiled(plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._attempt.failed or not torch.is_grad_enabled():
@@ -70,3 +80,20 @@ class _Compiled:
             return self.plain(*args, **kwargs)
         self._attempt.works = True
         return result
+
+
+def _compiled(plain: Callable[..., Any]) -> Callable[..., Any]:
+    layer = getattr(plain, "__self__", None)
+    if not isinstance(layer, nn.Module) or not _in_one_piece(layer):
+        return torch.compile(plain)
+    # The layer is an argument: bound to the function, each would be a function of its own, and compiled for itself.
+    return functools.partial(torch.compile(_kept), plain.__func__, layer)  # type: ignore[attr-defined]
+
+
+def _in_one_piece(layer: nn.Module) -> bool:
+    """Whether the compiler sees all of a layer; elsewhere attention runs outside of it, segment by segment."""
+    return all(p.is_cuda and p.dtype is torch.bfloat16 for p in layer.parameters())
+
+
+def _kept(forward: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(forward, layer, *args, use_reentrant=False, context_fn=keeping_products, **kwargs)

@@ -7,7 +7,7 @@ and times. Every figure is for one GPU; several of them hold a share each of wei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
@@ -60,6 +60,8 @@ class Job:
     attention: str = "varlen"
     dtype_bytes: int = 2
     keep: int = 2
+    products_only: bool = False
+    """Layers that are not recomputed keep products and attention only: `selected`, and compiled layers."""
 
     @property
     def schedule(self) -> str:
@@ -206,8 +208,8 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     rows = -(-job.batch_size // gpus)
     micro = min(settings.micro_batch, rows)
     num_micro = -(-rows // micro)
-    work = Work(micro, job.length, settings.recompute, job.attention, b)
-    step = speed.arithmetic(a, Work(rows, job.length, settings.recompute, job.attention, b), machine)
+    work = Work(micro, job.length, settings.recompute, job.attention, b, job.products_only)
+    step = speed.arithmetic(a, replace(work, rows=rows), machine)
     one = speed.arithmetic(a, work, machine)
     taken = passing(a, work, gpus)
     grads = b * a.num_parameters()

@@ -56,12 +56,13 @@ def job_of(recipe: Recipe, dtype_bytes: int = 2) -> Job:
         attention="varlen" if recipe.attention == "auto" else recipe.attention,
         dtype_bytes=dtype_bytes,
         keep=recipe.keep,
+        products_only=recipe.compile or recipe.recompute == "selected",
     )
 
 
 def settings_of(recipe: Recipe, layers: int, gpus: int) -> Settings:
     """What a recipe asks for of that which the solver may choose. Rows are those of one GPU."""
-    words = {"full": layers, "none": 0}
+    words = {"full": layers, "selected": 0, "none": 0}
     recompute = words[recipe.recompute] if isinstance(recipe.recompute, str) else min(recipe.recompute, layers)
     return Settings(recipe.states, max(1, -(-recipe.rows_at_once // gpus)), recompute)
 

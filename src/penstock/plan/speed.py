@@ -9,7 +9,7 @@ rejected: the two models differ by a fifth in it, and the share of recompute wou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.layout import layer_parameters
 from penstock.machines import Machine
@@ -48,7 +48,7 @@ def arithmetic(a: Architecture, work: Work, machine: Machine) -> Arithmetic:
     products = 2.0 * work.tokens * _weights_a_token(a) / (rate * MATRIX_EFFICIENCY)
     attention = 4.0 * work.tokens * _attended(a, work) * a.heads * a.head_dim / a.layers
     attention /= rate * (ATTENTION_EFFICIENCY if work.attention != "eager" else ATTENTION_EFFICIENCY / 3)
-    traffic = saved_in_layer(a, work) / machine.device_memory_bytes_per_s
+    traffic = saved_in_layer(a, replace(work, products_only=False)) / machine.device_memory_bytes_per_s
     forward = products + attention + FORWARD_TRAFFIC * traffic
     backward = 2 * products + 2.5 * attention + BACKWARD_TRAFFIC * traffic
     head = 6.0 * work.tokens * a.vocab * a.hidden / (rate * MATRIX_EFFICIENCY)
