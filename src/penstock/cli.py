@@ -121,6 +121,22 @@ class GenerateArgs:
     """Show tracebacks."""
 
 
+@dataclasses.dataclass(frozen=True)
+class ReportArgs:
+    """Write one HTML page about a run, or about several to compare them. It opens from disk and needs no network."""
+
+    runs: Positional[tuple[str, ...]]
+    """Directories of runs."""
+    to: str = ""
+    """File to write. Empty: report.html in the run's directory, or in this one for several runs."""
+    images: Flag = False
+    """Write the charts as SVG and PNG too, in report-images/ beside the page."""
+    json: Flag = False
+    """Print one JSON object."""
+    debug: Flag = False
+    """Show tracebacks."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
@@ -299,6 +315,21 @@ def generate(words: list[str]) -> int:
     return 0
 
 
+def report(words: list[str]) -> int:
+    """Write a page about a run, or compare several: penstock report RUN [RUN2 ...]."""
+    args = tyro.cli(ReportArgs, args=words, prog="penstock report")
+    if not args.runs:
+        raise RecipeError("no run is named", remedy="Such as: penstock report runs/demo")
+    from penstock.report.page import report as run
+
+    written = run([Path(name) for name in args.runs], to=args.to, images=args.images)
+    if args.json:
+        print(json.dumps({"page": str(written.page), "images": [str(path) for path in written.images]}))
+    else:
+        print(*[f"Written: {path}" for path in (written.page, *written.images)], sep="\n")
+    return 0
+
+
 def _quiet_libraries(debug: bool) -> None:
     """Their bars and warnings would break our lines; with --debug they are wanted."""
     if debug:
@@ -320,6 +351,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "bench": bench,
     "export": export,
     "generate": generate,
+    "report": report,
 }
 
 

@@ -40,6 +40,7 @@ from penstock.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.recipe import Recipe, to_dict
 from penstock.report.console import Console
+from penstock.report.facts import Recorder
 from penstock.report.metrics import Answer, Metrics, StepFacts, StepRow, Summary
 
 
@@ -80,6 +81,8 @@ def train(
                 metrics.restore(saved_metrics(saved))
                 progress.catch_up(metrics.rows)
                 restore(saved, engine, console.say)
+        recorder = Recorder(run_dir, engine, first_step, run.total_steps)
+        recorder.start(run.data, run.tokenizer, run.device)
         identity = Identity.of(recipe, run.total_steps, run.data.fingerprint, fingerprint, before, model)
 
         def save(step: int, position: Position) -> None:
@@ -89,7 +92,8 @@ def train(
         model_dir = run_dir / "model"
         with signals() as stop:
             with console.phase(f"Training {run.total_steps:,} steps"), memory_advice(recipe), disk_advice(run_dir):
-                run_steps(run, engine, metrics, stop, save, first_step, place_in(run.data, saved))
+                run_steps(run, engine, metrics, recorder, stop, save, first_step, place_in(run.data, saved))
+            recorder.close()
             engine.release()
             cut_off = metrics.rows[-1].step < run.total_steps
             if not cut_off or not recipe.keep:
@@ -99,7 +103,9 @@ def train(
             raise interrupted(recipe, stop, metrics.rows[-1].step, run.total_steps)
         after = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt else ""
         dialogue = Answer(recipe.prompt, before, after) if recipe.prompt else None
-        return summarize(metrics, model_dir, run_dir, dialogue)
+        summary = summarize(metrics, model_dir, run_dir, dialogue)
+        recorder.end(summary)
+        return summary
 
 
 def check_disk(run: Run, engine: Engine, first_step: int) -> None:
@@ -233,6 +239,7 @@ def run_steps(
     run: Run,
     engine: Engine,
     metrics: Metrics,
+    recorder: Recorder,
     stop: Stop,
     save: Callable[[int, Position], None],
     first_step: int,
@@ -245,6 +252,7 @@ def run_steps(
         batches, position = run.data.train.step_at(position)
         trained = sum(batch.num_trained for batch in batches)
         lr = lr_at(recipe, step, run.total_steps)
+        recorder.step_begins(step)
         engine.begin(lr)
         for number, batch in enumerate(batches, start=1):
             engine.accumulate(batch, trained, last=number == len(batches))

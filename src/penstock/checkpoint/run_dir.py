@@ -16,7 +16,10 @@ from penstock.recipe import Recipe, to_dict, with_values
 
 RECIPE_FILE = "recipe.yaml"
 CHECKPOINTS = "checkpoints"
-RUN_FILES = {RECIPE_FILE, "metrics.jsonl", "eval.jsonl", "model", "model.unchecked", CHECKPOINTS, LOCK_FILE}
+RUN_FILES = {
+    RECIPE_FILE, "metrics.jsonl", "eval.jsonl", "facts", "model", "model.unchecked", CHECKPOINTS, LOCK_FILE,
+    "report.html", "report-images", "tensorboard", "wandb", "trackio",
+}  # fmt: skip
 """All that a run writes. Nothing else is ever removed, and a directory with anything else is not ours."""
 
 _PROBE = ".penstock-"
