@@ -7,6 +7,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -105,8 +106,8 @@ class GenerateArgs:
 
     run: Positional[str]
     """Directory of the run."""
-    prompt: Positional[str]
-    """What to ask."""
+    prompt: Positional[str] = ""
+    """What to ask. Without it, one line after another is asked, from a terminal or a pipe, in one conversation."""
     max_new_tokens: int = 256
     """Longest answer."""
     temperature: float = 0.0
@@ -198,7 +199,8 @@ def train(words: list[str]) -> int:
         if args.json:
             print(json.dumps({"recipe": to_dict(args.recipe), **dataclasses.asdict(outlook)}))
         return 0
-    summary = run(args.recipe, console, resume=args.resume, **start)
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():  # a tracker's own lines must not join the object
+        summary = run(args.recipe, console, resume=args.resume, **start)
     if args.json:
         print(to_json(summary))
     else:
@@ -298,20 +300,19 @@ def export(words: list[str]) -> int:
 
 
 def generate(words: list[str]) -> int:
-    """Ask a run's model: penstock generate RUN "prompt"."""
+    """Ask a run's model, once or in a conversation: penstock generate RUN ["prompt"]."""
     args = tyro.cli(GenerateArgs, args=words, prog="penstock generate")
     _quiet_libraries(args.debug)
-    from penstock.generate import generate as run
+    from penstock.generate import Chat, questions
 
-    answer = run(
-        Path(args.run),
-        args.prompt,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        seed=args.seed,
-        device=args.device,
-    )
-    print(json.dumps({"prompt": args.prompt, "answer": answer}) if args.json else answer)
+    chat = Chat(Path(args.run), args.max_new_tokens, args.temperature, args.seed, args.device)
+    at_terminal = sys.stdin.isatty() and not args.prompt
+    if at_terminal and not args.json:
+        print("Ask something; `exit` or Ctrl-D ends.")
+    asked = [args.prompt] if args.prompt else questions(sys.stdin, invite="> " if at_terminal else "")
+    for prompt in asked:
+        answer = chat.ask(prompt)
+        print(json.dumps({"prompt": prompt, "answer": answer}) if args.json else answer, flush=True)
     return 0
 
 

@@ -41,7 +41,9 @@ from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.recipe import Recipe, to_dict
 from penstock.report.console import Console
 from penstock.report.facts import Recorder
-from penstock.report.metrics import Answer, Metrics, StepFacts, StepRow, Summary
+from penstock.report.metrics import Answer, EvalRow, Metrics, StepFacts, StepRow, Summary
+from penstock.report.panel import sources_of
+from penstock.report.trackers import Trackers
 
 
 def train(
@@ -50,7 +52,7 @@ def train(
     """Run the recipe and return what `penstock train` prints. `resume`: nothing, `newest`, or a path."""
     run_dir, own = recipe.run_dir, goes_on_in(recipe.run_dir, resume)
     check_run_dir(run_dir, overwrite=overwrite or own)
-    with claim(run_dir):
+    with claim(run_dir), Trackers(recipe, console.say) as trackers:
         saved = find_start(run_dir, resume, overwrite=overwrite)
         run = prepare_run(recipe, console)
         recipe = run.recipe
@@ -60,8 +62,9 @@ def train(
                 verify_saved(saved, console.say)
         elif resume:
             console.say(f"There is no checkpoint in {run_dir} yet: beginning with step 1")
-        with console.phase(f"Loading {recipe.model}"), memory_advice(recipe):
+        with console.phase(f"Loading {recipe.model}") as loading, memory_advice(recipe):
             model = load_model(recipe, run.config, run.device, console.say)
+            loading.num_bytes = sum(p.nbytes for p in model.parameters())
             stop_at(model, end_tokens(run))
             fingerprint = model_fingerprint(model, values=recipe.init == "pretrained")
             if saved:
@@ -75,12 +78,22 @@ def train(
 
         make_run_dir(recipe, keep_checkpoints=saved is not None and own)
         progress = Progress(recipe, run.total_steps, console)
-        metrics = Metrics(run_dir, on_row=progress.row)
+
+        def seen(row: StepRow) -> None:
+            trackers.row(row)
+            progress.row(row)
+
+        def evaluated(row: EvalRow) -> None:
+            trackers.evaluated(row)
+            console.evaluated(row)
+
+        metrics = Metrics(run_dir, on_row=seen, on_eval=evaluated)
         if saved:
             with console.phase(f"Taking up the run after step {saved.step:,}"):
                 metrics.restore(saved_metrics(saved))
                 progress.catch_up(metrics.rows)
                 restore(saved, engine, console.say)
+        trackers.start(metrics.rows, metrics.evals)
         recorder = Recorder(run_dir, engine, first_step, run.total_steps)
         recorder.start(run.data, run.tokenizer, run.device)
         identity = Identity.of(recipe, run.total_steps, run.data.fingerprint, fingerprint, before, model)
@@ -91,7 +104,10 @@ def train(
 
         model_dir = run_dir / "model"
         with signals() as stop:
-            with console.phase(f"Training {run.total_steps:,} steps"), memory_advice(recipe), disk_advice(run_dir):
+            watched = console.training(
+                recipe.name, run.total_steps, sources_of(recorder, model, run.data), metrics.rows
+            )
+            with watched, memory_advice(recipe), disk_advice(run_dir):
                 run_steps(run, engine, metrics, recorder, stop, save, first_step, place_in(run.data, saved))
             recorder.close()
             engine.release()
@@ -298,9 +314,9 @@ class Progress:
     def row(self, row: StepRow) -> None:
         """One step has finished."""
         self._count(row)
-        if row.skipped or row.step in (1, self._total_steps) or row.step % self._recipe.log_every == 0:
-            left = self._seconds / row.step * (self._total_steps - row.step)
-            self._console.step(row, self._total_steps, left)
+        due = row.skipped or row.step in (1, self._total_steps) or row.step % self._recipe.log_every == 0
+        left = self._seconds / row.step * (self._total_steps - row.step)
+        self._console.step(row, self._total_steps, left, due=due)
         if self._skips_in_a_row >= self._recipe.skip_limit:
             raise Diverged(
                 f"the gradient was not finite in {self._skips_in_a_row} steps in a row",

@@ -12,7 +12,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.report.runs import RunRecord
+from penstock.report.runs import RunRecord, exposed
 
 Spec = dict[str, Any]
 
@@ -271,8 +271,10 @@ def _timeline(run: RunRecord) -> Spec:
     spans = [
         {"row": LANES[span["lane"]][0], "what": LANES[span["lane"]][1], "start": span["start"], "end": span["end"]}
         for span in run.timeline["spans"]
-        if span["lane"] in LANES
+        if span["lane"] in LANES and span["lane"] != "wait"
     ]
+    row, kind = LANES["wait"]  # drawn last, over the forward that it is part of
+    spans += [{"row": row, "what": kind, "start": a, "end": b} for a, b in exposed(run.timeline["spans"])]
     present = {span["row"] for span in spans}
     rows = [row for row in dict.fromkeys(row for row, _ in LANES.values()) if row in present]
     kinds = [kind for kind in SPAN_COLOURS if any(span["what"] == kind for span in spans)]

@@ -59,6 +59,14 @@ class Timeline:
     seconds: float
     spans: list[Span]
 
+    def load(self) -> dict[str, float]:
+        """Share of the time in which each lane was busy."""
+        busy: dict[str, float] = {}
+        for span in self.spans:
+            if span.lane not in ("forward", "backward"):
+                busy[span.lane] = busy.get(span.lane, 0.0) + (span.end - span.start) / self.seconds
+        return busy
+
 
 class Recorder:
     """Writes the facts of one run: what is known at the start, one step on the tape, memory, and the end."""
@@ -66,7 +74,7 @@ class Recorder:
     def __init__(self, run_dir: Path, engine: Engine, first_step: int, last_step: int) -> None:
         self._directory, self._engine = run_dir / FACTS, engine
         self._step = min(first_step + RECORDED_STEP - 1, last_step)
-        self._recording = False
+        self._recording, self._lanes = False, dict[str, float]()
 
     def start(self, data: Dataset, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> None:
         """What is known before the first step."""
@@ -96,10 +104,16 @@ class Recorder:
         """What takes memory now."""
         return self._engine.memory()
 
+    def lanes(self) -> dict[str, float]:
+        """Share of the recorded step in which each lane was busy; empty before it was recorded."""
+        return self._lanes
+
     def _stop(self) -> None:
         if self._recording:
             self._recording = False
-            self._write("timeline", dataclasses.asdict(cut(self._step, self._engine.stop_tape())))
+            timeline = cut(self._step, self._engine.stop_tape())
+            self._lanes = timeline.load()
+            self._write("timeline", dataclasses.asdict(timeline))
 
     def _write(self, name: str, facts: Any) -> None:
         text = json.dumps(facts, ensure_ascii=False)

@@ -7,7 +7,6 @@ what there is.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,19 +88,53 @@ class Overlap:
         return max(0.0, 1 - self.exposed / self.busy) if self.busy else 1.0
 
 
+Stretch = tuple[float, float]
+
+
 def overlap(spans: list[dict[str, Any]]) -> Overlap:
     """What was hidden and what was exposed."""
-    waits = [(span["start"], span["end"]) for span in spans if span["lane"] == "wait"]
-    work = [(span["start"], span["end"]) for span in spans if span["lane"] not in ("wait", "forward", "backward")]
-    return Overlap(busy=_covered(work), exposed=_covered(waits))
+    work = [(span["start"], span["end"]) for span in spans if span["lane"] not in MODEL_LANES]
+    return Overlap(busy=_length(_merged(work)), exposed=_length(exposed(spans)))
 
 
-def _covered(stretches: list[tuple[float, float]]) -> float:
-    total, reached = 0.0, -math.inf
+def exposed(spans: list[dict[str, Any]]) -> list[Stretch]:
+    """When the model stood still for an update: it waited, or lanes worked while it computed nothing."""
+    of = {kind: [(s["start"], s["end"]) for s in spans if s["lane"] == kind] for kind in MODEL_LANES}
+    work = _merged([(span["start"], span["end"]) for span in spans if span["lane"] not in MODEL_LANES])
+    computing = _merged(of["forward"] + of["backward"])
+    return _merged(of["wait"] + _without(work, computing))
+
+
+MODEL_LANES = ("forward", "backward", "wait")
+
+
+def _merged(stretches: list[Stretch]) -> list[Stretch]:
+    """The same time, no two stretches of it touching."""
+    found: list[Stretch] = []
     for start, end in sorted(stretches):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _without(stretches: list[Stretch], taken: list[Stretch]) -> list[Stretch]:
+    """Merged stretches less merged ones."""
+    found: list[Stretch] = []
+    for start, end in stretches:
+        for other_start, other_end in taken:
+            if other_start < end and other_end > start:
+                if other_start > start:
+                    found.append((start, other_start))
+                start = other_end
+        if start < end:
+            found.append((start, end))
+    return found
+
+
+def _length(stretches: list[Stretch]) -> float:
+    return sum(end - start for start, end in stretches)
 
 
 def _json(path: Path) -> Any:
