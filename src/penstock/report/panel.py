@@ -35,7 +35,7 @@ NARROW, SHORT = 60, 18
 """Columns and lines under which the panel leaves out what one can do without."""
 PART_STYLES = {
     "weights": "grey62", "state: gpu": "blue", "state: stream": "green", "state: host": "yellow",
-    "gradients, activations": "magenta", "this process, the rest": "grey42",
+    "gradients, activations": "magenta", "this process, the rest": "grey50",
 }  # fmt: skip
 PEAK_FLOPS = {
     "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12,
@@ -123,11 +123,9 @@ class Panel:
             parts.append(Text("waiting for the first step", style="dim"))
         else:
             parts.append(self._numbers(inner, narrow))
-            if height >= SHORT:
-                parts.append(Text())
-                parts += self._curve(inner)
-            parts.append(Text())
-            parts += self._bars(inner)
+            curve = list(self._curve(inner)) if height >= SHORT else []
+            parts += [Text(), *curve] if curve else []
+            parts += [Text(), *self._bars(inner)]
             if self._lanes and not narrow:
                 parts.append(self._lane_line())
         if self._doing:
@@ -186,13 +184,13 @@ class Panel:
             parts = [held for held in self._memory if held.place == place and held.num_bytes]
             used = sum(held.num_bytes for held in parts)
             total = self._sources.totals.get(place) or used
-            label = f" {used / 2**30:.1f}" + (f" of {total / 2**30:.1f} GiB" if total != used else " GiB")
+            label = f" {_size(used)} of {_size(total)}" if total != used else f" {_size(used)}"
             shares = [(held.num_bytes / max(1, total), PART_STYLES.get(held.part, "red")) for held in parts]
             yield Text(f"{place:<5}").append(_bar(shares, max(4, width - 5 - len(label)))).append(label)
             words = Text("     ")
             for held in parts:
                 words.append("■ ", PART_STYLES.get(held.part, "red"))
-                words.append(f"{held.part} {held.num_bytes / 2**30:.1f}  ", "dim")
+                words.append(f"{held.part} {_size(held.num_bytes)}  ", "dim")
             yield words
 
     def _lane_line(self) -> Text:
@@ -222,7 +220,11 @@ def _bar(shares: Sequence[tuple[float, str]], cells: int) -> Text:
         upto = round(reached * cells)
         bar.append("━" * (upto - filled), style)
         filled = upto
-    return bar.append("━" * (cells - filled), "grey23")
+    return bar.append("─" * (cells - filled), "grey35")  # thinner, to be told apart without colours too
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 def braille(values: Sequence[float], columns: int, rows: int) -> list[str]:
