@@ -46,7 +46,8 @@ def test_the_page_shows_every_part(page):
     elements = Elements(page.read_text())
     text = " ".join(elements.text)
     for title in ("Loss by step", "Learning rate", "Gradient norm", "Tokens a second", "Memory by place",
-                  "Where every byte of optimizer state lives", "Step 3 on the lanes", "was hidden", "before", "after",
+                  "Where every byte of optimizer state lives", "Step 3 on the lanes", "was hidden", "On a CPU",
+                  "before", "after",
                   "Recipe", "Environment", "trained on", "Python 3"):  # fmt: skip
         assert title in text, title
     assert [a["data-chart"] for _, a in elements.tags if "data-chart" in a][:4] == CHARTS[:4]

@@ -101,7 +101,7 @@ class Fine:
 
     def __init__(self, recipe):
         self.told = []
-        Fine.last = self
+        type(self).last = self
 
     def log(self, step, values):
         self.told.append((step, values))

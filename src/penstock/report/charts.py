@@ -31,15 +31,15 @@ LANES = {
     "in": ("in", "streamed state"),
     "update": ("update", "update"),
     "out": ("out", "streamed state"),
-    "down": ("down", "gradients and weights of host"),
+    "down": ("down", "gradients and weights"),
     "cpu": ("cpu", "update"),
-    "up": ("up", "gradients and weights of host"),
+    "up": ("up", "gradients and weights"),
 }
 """Row and colour of every lane of the tape."""
 STEP_AXIS = {"format": ",d", "tickMinStep": 1, "tickCount": {"expr": "max(3, floor(width / 90))"}}
 SPAN_COLOURS = {
     "forward": "#9db8dc", "backward": "#5f87bd", "waiting: exposed": "#d14343", "streamed state": "#2f9e77",
-    "update": "#d97706", "gradients and weights of host": "#7c6bd6",
+    "update": "#d97706", "gradients and weights": "#7c6bd6",
 }  # fmt: skip
 
 
@@ -69,6 +69,7 @@ def theme(*, dark: bool) -> Spec:
         "legend": {
             "labelColor": ink, "titleColor": faint, "orient": "top", "direction": "horizontal", "title": None,
             "labelFontSize": 12, "symbolType": "square", "symbolSize": 90, "offset": 6, "columnPadding": 14,
+            "labelLimit": 260,
         },
         "line": {"strokeWidth": 2, "strokeJoin": "round", "strokeCap": "round"},
     }  # fmt: skip
@@ -176,8 +177,7 @@ def _chart(spec: Spec, runs: list[RunRecord]) -> Spec:
     """With a colour for every run, and a legend only where there is something to tell apart."""
     names = [run.name for run in runs]
     colour: Spec = {"field": "run", "type": "nominal", "scale": {"domain": names, "range": RUN_COLOURS}}
-    if len(runs) == 1:
-        colour["legend"] = None
+    colour["legend"] = {"symbolType": "stroke", "symbolStrokeWidth": 3, "symbolOpacity": 1} if len(runs) > 1 else None
     for part in spec.get("layer", [spec]):
         part["encoding"]["color"] = colour
     return _sized(spec)

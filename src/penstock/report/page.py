@@ -24,6 +24,9 @@ from penstock.report.runs import RunRecord, overlap, read_runs
 PAGE = "report.html"
 IMAGES = "report-images"
 IMAGE_WIDTH = 760
+LANES_EXPLAINED = (
+    "In and out carry streamed state, down and up the gradients and weights of host, and cpu are the threads of host."
+)
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,9 @@ def _overlap(run: RunRecord) -> str:
     return (
         f"From the beginning of step {run.timeline['step']} to the end of the next backward. The lanes were busy for "
         f"{_seconds(found.busy)}; the model stood still for an update for {_seconds(found.exposed)}, in red: "
-        f"{found.hidden_share:.1%} of the lanes' work was hidden."
+        f"{found.hidden_share:.1%} of the lanes' work was hidden. "
+        + LANES_EXPLAINED
+        + ("" if run.environment.get("gpu_bytes") else " On a CPU they share the model's cores and hide little.")
     )
 
 

@@ -196,7 +196,7 @@ class Panel:
     def _lane_line(self) -> Text:
         line = Text("lanes ")
         for lane, share in self._lanes.items():
-            line.append(f"{lane} ", "dim").append(f"{share:.0%}  ")
+            line.append(f"{lane} ", "dim").append(f"{share:.1%}  ")
         return line
 
 
@@ -232,18 +232,23 @@ def braille(values: Sequence[float], columns: int, rows: int) -> list[str]:
     points = min(2 * columns, len(values))
     edges = [round(i * len(values) / points) for i in range(points + 1)]
     means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
-    top = 4 * rows - 1
-    heights = [round((mean - low) / (high - low) * top) if high > low else 0 for mean in means]
+    low, high, top = min(means), max(means), 4 * rows - 1
+    scale = top / (high - low) if high > low else 0.0
+    heights = [round((_between(means, x / (2 * columns - 1)) - low) * scale) for x in range(2 * columns)]
     cells = [[0] * columns for _ in range(rows)]
-    spread = 2 * columns / points
-    for x in range(2 * columns if points > 1 else 1):
-        here = heights[min(points - 1, int(x / spread))]
-        before = heights[min(points - 1, int(max(0, x - 1) / spread))]
-        for y in range(min(here, before + (here > before)), max(here, before - (here < before)) + 1):
+    for x, (before, here) in enumerate(itertools.pairwise([heights[0], *heights])):
+        step = (here > before) - (here < before)
+        for y in range(min(here, before + step), max(here, before + step) + 1):  # a steep line stays in one piece
             row, dot = divmod(top - y, 4)
             cells[row][x // 2] |= DOTS[x % 2][dot]
     return ["".join(chr(0x2800 + cell) for cell in row) for row in cells]
+
+
+def _between(values: Sequence[float], place: float) -> float:
+    """The value at a place from 0 to 1, on the straight line between its neighbours."""
+    index, rest = divmod(place * (len(values) - 1), 1)
+    after = values[min(len(values) - 1, int(index) + 1)]
+    return values[int(index)] * (1 - rest) + after * rest
 
 
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
