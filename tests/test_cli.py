@@ -61,6 +61,8 @@ def test_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):
         (["generate", "no-such-run", "hello"], "not the directory of a run"),
         (["export", "no-such-run", "--to", "x"], "not the directory of a run"),
         (["export", "no-such-run", "--verify"], "not the directory of a run"),
+        (["report", "no-such-run"], "not the directory of a run"),
+        (["report"], "no run is named"),
         (["export", "any-run"], "nothing to do"),
         (["train", "demo", "--keep", "-1"], "keep = -1: must not be negative"),
         (["train", "demo", "--save-every", "5", "--keep", "0"], "save_every = 5: does not go with keep = 0"),
@@ -124,7 +126,8 @@ def test_resume_stands_alone_or_with_a_path(words, filled):
 def test_help_lists_every_command(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in ("train", "data", "plan", "bench", "doctor", "export", "generate", "llama-8b"))
+    words = ("train", "data", "plan", "bench", "doctor", "export", "generate", "report", "llama-8b")
+    assert all(word in text for word in words)
     assert main(["--version"]) == 0
 
 

@@ -67,6 +67,9 @@ CHANGES = {
     "save_every": {"save_every": 1},
     "keep": {"keep": 1},
     "prompt": {"prompt": "What is the capital of Italy?"},
+    "track": None,
+    "project": None,
+    "tags": None,
 }
 # bf16 is a hundred times slower on a CPU without it, so that run is tiny.
 TINY = "num_hidden_layers=1,hidden_size=16,intermediate_size=16,num_attention_heads=2,num_key_value_heads=1,head_dim=8"
@@ -105,6 +108,9 @@ ELSEWHERE = {
     "device": "tests/test_hardware.py",
     "reduce_dtype": "tests/engine/test_sharded.py",
     "skip_limit": "tests/test_train.py",
+    "track": "tests/report/test_trackers.py",
+    "project": "tests/report/test_trackers.py",
+    "tags": "tests/report/test_trackers.py",
 }
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -152,8 +153,8 @@ class GenerateArgs:
 
     run: Positional[str]
     """Directory of the run."""
-    prompt: Positional[str]
-    """What to ask."""
+    prompt: Positional[str] = ""
+    """What to ask. Without it, one line after another is asked, from a terminal or a pipe, in one conversation."""
     max_new_tokens: int = 256
     """Longest answer."""
     temperature: float = 0.0
@@ -162,6 +163,22 @@ class GenerateArgs:
     """Seed of the draw when the temperature is not 0."""
     device: str = "auto"
     """cuda, cpu or auto."""
+    json: Flag = False
+    """Print one JSON object."""
+    debug: Flag = False
+    """Show tracebacks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportArgs:
+    """Write one HTML page about a run, or about several to compare them. It opens from disk and needs no network."""
+
+    runs: Positional[tuple[str, ...]]
+    """Directories of runs."""
+    to: str = ""
+    """File to write. Empty: report.html in the run's directory, or in this one for several runs."""
+    images: Flag = False
+    """Write the charts as SVG and PNG too, in report-images/ beside the page."""
     json: Flag = False
     """Print one JSON object."""
     debug: Flag = False
@@ -251,7 +268,8 @@ def train(words: list[str]) -> int:
         if args.json:
             print(json.dumps({"recipe": to_dict(args.recipe), **dataclasses.asdict(outlook)}))
         return 0
-    summary = run(args.recipe, console, resume=args.resume, world=world, **start)
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():  # a tracker's own lines must not join the object
+        summary = run(args.recipe, console, resume=args.resume, world=world, **start)
     if not world.first:
         return 0
     if args.json:
@@ -394,20 +412,34 @@ def export(words: list[str]) -> int:
 
 
 def generate(words: list[str]) -> int:
-    """Ask a run's model: penstock generate RUN "prompt"."""
+    """Ask a run's model, once or in a conversation: penstock generate RUN ["prompt"]."""
     args = tyro.cli(GenerateArgs, args=words, prog="penstock generate")
     _quiet_libraries(args.debug)
-    from penstock.generate import generate as run
+    from penstock.generate import Chat, questions
 
-    answer = run(
-        Path(args.run),
-        args.prompt,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        seed=args.seed,
-        device=args.device,
-    )
-    print(json.dumps({"prompt": args.prompt, "answer": answer}) if args.json else answer)
+    chat = Chat(Path(args.run), args.max_new_tokens, args.temperature, args.seed, args.device)
+    at_terminal = sys.stdin.isatty() and not args.prompt
+    if at_terminal and not args.json:
+        print("Ask something; `exit` or Ctrl-D ends.")
+    asked = [args.prompt] if args.prompt else questions(sys.stdin, invite="> " if at_terminal else "")
+    for prompt in asked:
+        answer = chat.ask(prompt)
+        print(json.dumps({"prompt": prompt, "answer": answer}) if args.json else answer, flush=True)
+    return 0
+
+
+def report(words: list[str]) -> int:
+    """Write a page about a run, or compare several: penstock report RUN [RUN2 ...]."""
+    args = tyro.cli(ReportArgs, args=words, prog="penstock report")
+    if not args.runs:
+        raise RecipeError("no run is named", remedy="Such as: penstock report runs/demo")
+    from penstock.report.page import report as run
+
+    written = run([Path(name) for name in args.runs], to=args.to, images=args.images)
+    if args.json:
+        print(json.dumps({"page": str(written.page), "images": [str(path) for path in written.images]}))
+    else:
+        print(*[f"Written: {path}" for path in (written.page, *written.images)], sep="\n")
     return 0
 
 
@@ -434,6 +466,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "doctor": doctor,
     "export": export,
     "generate": generate,
+    "report": report,
 }
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from penstock.checkpoint.run_dir import find_model, run_recipe
 from penstock.data.template import prompt_text
+from penstock.data.turns import Turn
 from penstock.hardware import pick_device
 from penstock.model.attention import stock_attention
 from penstock.recipe import Recipe
@@ -21,11 +25,12 @@ def answer(
     recipe: Recipe,
     prompt: str,
     *,
+    earlier: Sequence[Turn] = (),
     max_new_tokens: int = 64,
     temperature: float = 0.0,
 ) -> str:
-    """What the model says to `prompt`: the likeliest tokens, or drawn ones with a temperature."""
-    text = prompt_text(tokenizer, recipe, prompt)
+    """What the model says to `prompt` after `earlier` turns: the likeliest tokens, or drawn ones with a temperature."""
+    text = prompt_text(tokenizer, recipe, prompt, earlier)
     inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
     was_training = model.training
     model.eval()
@@ -43,12 +48,49 @@ def answer(
     return str(reply).strip()
 
 
-def generate(run: Path, prompt: str, *, max_new_tokens: int, temperature: float, seed: int, device: str) -> str:
-    """An answer from the exported model of a run."""
-    directory, recipe = find_model(run), run_recipe(run)
-    target = pick_device(device)
-    torch.manual_seed(seed)
-    trust = {"trust_remote_code": recipe.trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(directory, **trust)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", device_map={"": target}, **trust)
-    return answer(model, tokenizer, recipe, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
+class Chat:
+    """The exported model of a run, and a conversation with it."""
+
+    def __init__(self, run: Path, max_new_tokens: int, temperature: float, seed: int, device: str) -> None:
+        directory, self._recipe = find_model(run), run_recipe(run)
+        target = pick_device(device)
+        torch.manual_seed(seed)
+        trust = {"trust_remote_code": self._recipe.trust_remote_code}
+        self._tokenizer = AutoTokenizer.from_pretrained(directory, **trust)
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", device_map={"": target}, **trust)
+        self._max_new_tokens, self._temperature = max_new_tokens, temperature
+        self._turns: list[Turn] = []
+
+    def ask(self, prompt: str) -> str:
+        """The model's answer, with all that was said before in view."""
+        reply = answer(
+            self._model,
+            self._tokenizer,
+            self._recipe,
+            prompt,
+            earlier=self._turns,
+            max_new_tokens=self._max_new_tokens,
+            temperature=self._temperature,
+        )
+        self._turns += [Turn("user", prompt), Turn("assistant", reply)]
+        return reply
+
+
+END_WORDS = ("exit", "quit")
+
+
+def questions(lines: TextIO, *, invite: str = "") -> Iterator[str]:
+    """Lines that say something, up to `exit` or the end. From a terminal they are asked for, with line editing."""
+    if invite:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # input() edits lines once it is imported
+    while True:
+        try:
+            line = input(invite) if invite else lines.readline()
+        except EOFError:  # Ctrl-D
+            print()
+            return
+        if (not invite and not line) or line.strip().lower() in END_WORDS:
+            return
+        if line.strip():
+            yield line.strip()

@@ -131,6 +131,12 @@ class Recipe:
     """Checkpoints that are kept, the newest ones. 0: none is ever saved, and an interrupted run cannot go on."""
     prompt: str | None = None
     """A question that the model answers before and after training."""
+    track: str = ""
+    """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, or several with commas."""
+    project: str = "penstock"
+    """Project of wandb and trackio; the run there has the name of this one."""
+    tags: str = ""
+    """Tags of the run in wandb and trackio, with commas."""
 
     def __post_init__(self) -> None:
         for field, rule, remedy in _broken_rules(self):
@@ -142,9 +148,23 @@ class Recipe:
         return Path(self.output_dir or f"runs/{self.name}")
 
     @property
+    def track_list(self) -> list[str]:
+        """The trackers that are named."""
+        return _words(self.track)
+
+    @property
+    def tag_list(self) -> list[str]:
+        """The tags."""
+        return _words(self.tags)
+
+    @property
     def rows_at_once(self) -> int:
         """Rows in a micro-batch."""
         return self.micro_batch_size or self.batch_size
+
+
+def _words(text: str) -> list[str]:
+    return [word for part in text.split(",") if (word := part.strip())]
 
 
 def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
@@ -189,6 +209,8 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
          "Leave one of them out."),
         (parse_homes(r.homes) is not None, "homes", "must be auto, gpu, stream, host, or shares of them",
          "For example gpu=0.5,stream=0.3,host=0.2."),
+        (set(r.track_list) <= set(TRACKERS), "track", f"must be among {', '.join(TRACKERS)}", "Several with commas."),
+        (bool(r.project.strip()), "project", "must not be empty", "Leave it out for penstock."),
     ]  # fmt: skip
     return [(field, rule, remedy) for ok, field, rule, remedy in checks if not ok]
 
@@ -208,6 +230,7 @@ def parse_homes(text: str) -> str | dict[str, float] | None:
     return shares if known and all(0 < share <= 1 for share in shares.values()) else None
 
 
+TRACKERS = ("tensorboard", "wandb", "trackio")
 HOMES = ("gpu", "stream", "host")
 FIELDS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Recipe)}
 

@@ -49,7 +49,10 @@ from penstock.plan.report import compare, make_plan, short
 from penstock.probe import known_machine, this_machine
 from penstock.recipe import Recipe, to_dict
 from penstock.report.console import Console
-from penstock.report.metrics import Answer, Metrics, StepFacts, StepRow, Summary
+from penstock.report.facts import Recorder
+from penstock.report.metrics import Answer, EvalRow, Metrics, StepFacts, StepRow, Summary
+from penstock.report.panel import sources_of
+from penstock.report.trackers import Trackers
 
 COMPARED_STEPS = 10
 """Steps after which reality is compared with the plan."""
@@ -73,7 +76,8 @@ def train(
     if world.first:
         check_run_dir(run_dir, overwrite=overwrite or own)
     device = world.pick(pick_device(recipe.device))
-    with joined(world, device), claim(run_dir) if world.first else nullcontext():
+    trackers = Trackers(recipe if world.first else replace(recipe, track=""), console.say)
+    with joined(world, device), claim(run_dir) if world.first else nullcontext(), trackers:
         bind(world, device)
         saved = world.share(lambda: find_start(run_dir, resume, overwrite=overwrite))
         run = prepare_run(recipe, console, world)
@@ -86,8 +90,9 @@ def train(
         elif resume:
             console.say(f"There is no checkpoint in {run_dir} yet: beginning with step 1")
         plan = planned(run, console) if not world.many else None  # the plan is of one GPU
-        with console.phase(f"Loading {recipe.model}"), memory_advice(recipe):
+        with console.phase(f"Loading {recipe.model}") as loading, memory_advice(recipe):
             model, remainders = load(run, console, world)
+            loading.num_bytes = sum(p.nbytes for p in model.parameters())
             stop_at(model, end_tokens(run))
             fingerprint = model_fingerprint(model, values=recipe.init == "pretrained", remainders=remainders)
             if saved:
@@ -104,12 +109,24 @@ def train(
             make_run_dir(recipe, keep_checkpoints=saved is not None and own)
             note_ranks(run_dir, world, describe(run.device))
         progress = Progress(recipe, run.total_steps, console, plan)
-        metrics = Metrics(run_dir, on_row=progress.row, write=world.first)
+
+        def seen(row: StepRow) -> None:
+            trackers.row(row)
+            progress.row(row)
+
+        def evaluated(row: EvalRow) -> None:
+            trackers.evaluated(row)
+            console.evaluated(row)
+
+        metrics = Metrics(run_dir, on_row=seen, on_eval=evaluated, write=world.first)
         if saved:
             with console.phase(f"Taking up the run after step {saved.step:,}"):
                 metrics.restore(world.share(lambda: saved_metrics(saved)))
                 progress.catch_up(metrics.rows)
                 restore(saved, engine, console.say, world)
+        trackers.start(metrics.rows, metrics.evals)
+        recorder = Recorder(run_dir, engine, first_step, run.total_steps, write=world.first)
+        recorder.start(run.data, run.tokenizer, run.device)
         identity = Identity.of(recipe, run.total_steps, run.data.fingerprint, fingerprint, before, model)
 
         def save(step: int, position: Position) -> None:
@@ -118,8 +135,12 @@ def train(
 
         model_dir = run_dir / "model"
         with signals() as stop:
-            with console.phase(f"Training {run.total_steps:,} steps"), memory_advice(recipe), disk_advice(run_dir):
-                run_steps(run, engine, metrics, stop, save, first_step, place_in(run.data, saved), world)
+            watched = console.training(
+                recipe.name, run.total_steps, sources_of(recorder, model, run.data), metrics.rows
+            )
+            with watched, memory_advice(recipe), disk_advice(run_dir):
+                run_steps(run, engine, metrics, recorder, stop, save, first_step, place_in(run.data, saved), world)
+            recorder.close()
             engine.release()
             cut_off = metrics.rows[-1].step < run.total_steps
             if not cut_off or not recipe.keep:
@@ -132,7 +153,9 @@ def train(
             raise interrupted(recipe, stop, metrics.rows[-1].step, run.total_steps)
         after = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt else ""
         dialogue = Answer(recipe.prompt, before, after) if recipe.prompt else None
-        return summarize(metrics, model_dir, run_dir, dialogue)
+        summary = summarize(metrics, model_dir, run_dir, dialogue)
+        recorder.end(summary)
+        return summary
 
 
 def load(run: Run, console: Console, world: World) -> tuple[PreTrainedModel, dict[nn.Parameter, Tensor]]:
@@ -291,6 +314,7 @@ def run_steps(
     run: Run,
     engine: Engine,
     metrics: Metrics,
+    recorder: Recorder,
     stop: Stop,
     save: Callable[[int, Position], None],
     first_step: int,
@@ -304,6 +328,7 @@ def run_steps(
         tokens, trained = run.data.train.counts_at(position)
         batches, position = run.data.train.step_at(position, world.rank, world.size)
         lr = lr_at(recipe, step, run.total_steps)
+        recorder.step_begins(step)
         engine.begin(lr)
         for number, batch in enumerate(batches, start=1):
             engine.accumulate(batch, trained, last=number == len(batches))
@@ -351,9 +376,9 @@ class Progress:
     def row(self, row: StepRow) -> None:
         """One step has finished."""
         self._count(row)
-        if row.skipped or row.step in (1, self._total_steps) or row.step % self._recipe.log_every == 0:
-            left = self._seconds / row.step * (self._total_steps - row.step)
-            self._console.step(row, self._total_steps, left)
+        due = row.skipped or row.step in (1, self._total_steps) or row.step % self._recipe.log_every == 0
+        left = self._seconds / row.step * (self._total_steps - row.step)
+        self._console.step(row, self._total_steps, left, due=due)
         self._compare(row)
         if self._skips_in_a_row >= self._recipe.skip_limit:
             raise Diverged(

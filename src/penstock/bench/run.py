@@ -19,7 +19,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.bench.peers import CLIPS, STATES, Peer, peers_of, run_peer
@@ -28,6 +27,7 @@ from penstock.data.loader import MicroBatch
 from penstock.engine.native import NativeEngine, PackedModel, drop_gradient, full_batch
 from penstock.errors import DoesNotFit, RecipeError, UserError
 from penstock.hardware import describe, pick_device, pick_dtype
+from penstock.model.flops import flops_per_token
 from penstock.model.load import load_config, load_model
 from penstock.offload.ceilings import Ceilings, measure_ceilings
 from penstock.offload.timing import median_seconds
@@ -254,6 +254,8 @@ def lane_report(engine: NativeEngine, step: Callable[[], object]) -> dict[str, f
     engine.optimizer.synchronize()
     busy: dict[str, float] = {}
     for span in tape.stop():
+        if span.lane in ("forward", "backward"):  # the model's own arithmetic is the floor
+            continue
         busy[span.lane] = busy.get(span.lane, 0.0) + (span.end - span.start) / steps
     return dict(sorted(busy.items()))
 
@@ -319,22 +321,5 @@ def _time_steps(
 
 
 def flops_of_step(model: PreTrainedModel, recipe: Recipe) -> float:
-    """Model FLOPs of a step, recompute not counted: six a weight and token, and attention's two products.
-
-    A lookup is no product: embeddings count only where they are the head as well. Attention counts the full square, as
-    the field does, although a causal kernel computes half of it and a sliding window less.
-    """
-    config = model.config.get_text_config()
-    head = model.get_output_embeddings()
-    weights = sum(p.numel() for p in model.parameters())
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and (head is None or module.weight is not head.weight):
-            weights -= module.weight.numel()
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if experts:
-        in_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-        weights -= int(in_experts * (1 - config.num_experts_per_tok / experts))
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    attention = 12.0 * config.num_hidden_layers * heads * head_dim * recipe.max_length
-    return float((6.0 * weights + attention) * recipe.batch_size * recipe.max_length)
+    """Model FLOPs of a step whose rows are each one example."""
+    return flops_per_token(model, recipe.max_length) * recipe.batch_size * recipe.max_length

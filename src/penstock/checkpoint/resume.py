@@ -52,6 +52,7 @@ NEWEST = "newest"
 FREE = {
     "name", "output_dir", "device", "recompute", "skip_limit", "eval_every", "log_every", "save_every", "keep",
     "prompt", "trust_remote_code", "mode", "homes", "update", "cpu_adam_cores",
+    "track", "project", "tags",
 }  # fmt: skip
 """Fields that change nothing in what is trained."""
 BY_CONTENT = {"model", "revision", "tokenizer", "data", "data_split", "eval_data", "eval_split"}

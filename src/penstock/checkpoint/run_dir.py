@@ -20,7 +20,10 @@ RECIPE_FILE = "recipe.yaml"
 CHECKPOINTS = "checkpoints"
 RANKS_FILE = "ranks.json"
 """Where the run ran: ranks, machines, device. It is not in the recipe, since it changes nothing that is trained."""
-RUN_FILES = {RECIPE_FILE, RANKS_FILE, "metrics.jsonl", "eval.jsonl", "model", "model.unchecked", CHECKPOINTS, LOCK_FILE}
+RUN_FILES = {
+    RECIPE_FILE, RANKS_FILE, "metrics.jsonl", "eval.jsonl", "facts", "model", "model.unchecked", CHECKPOINTS, LOCK_FILE,
+    "report.html", "report-images", "tensorboard", "wandb", "trackio",
+}  # fmt: skip
 """All that a run writes. Nothing else is ever removed, and a directory with anything else is not ours."""
 
 _PROBE = ".penstock-"

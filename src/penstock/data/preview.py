@@ -61,6 +61,20 @@ def summary(dataset: Dataset) -> dict[str, object]:
     return result
 
 
+def samples(loader: Loader, tokenizer: PreTrainedTokenizerBase, count: int) -> list[dict[str, object]]:
+    """The first examples in runs of text that are trained on or not, ready for JSON."""
+    found: list[dict[str, object]] = []
+    for i in np.sort(loader.packing.examples)[:count].tolist():
+        ids, mask = loader.store.example(i)
+        runs: list[tuple[str, bool]] = []
+        for piece, trained in Tokens(tokenizer, ids.tolist(), mask.tolist()).pieces:
+            text = runs.pop()[0] if runs and runs[-1][1] == trained else ""
+            runs.append((text + piece, trained))
+        trained_tokens = int(mask.sum())
+        found.append({"where": loader.store.where(i), "tokens": len(ids), "trained": trained_tokens, "runs": runs})
+    return found
+
+
 def _loader_summary(loader: Loader) -> dict[str, object]:
     rows = loader.packing.row_lengths(loader.store.lengths)
     return {
@@ -108,7 +122,7 @@ class Tokens:
         if hidden > 0:  # the end is shown in any case: whether the end token is trained is what one wants to see
             pieces[_FIRST_SHOWN:-_LAST_SHOWN] = [(f"\n( ... {hidden:,} tokens ... )\n", pieces[_FIRST_SHOWN][1])]
         pieces[-1] = (pieces[-1][0].rstrip("\n"), pieces[-1][1])
-        self._pieces = pieces
+        self.pieces = pieces
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         in_colour = console.color_system is not None and not console.no_color
@@ -116,13 +130,13 @@ class Tokens:
 
     def _coloured(self) -> Text:
         text = Text()
-        for number, (piece, trained) in enumerate(self._pieces):
+        for number, (piece, trained) in enumerate(self.pieces):
             text.append(piece, style=(_TRAINED if trained else _PROMPT)[number % 2])
         return text
 
     def _marked(self) -> Text:
         text, inside = Text(), False
-        for number, (piece, trained) in enumerate(self._pieces):
+        for number, (piece, trained) in enumerate(self.pieces):
             if trained != inside:
                 text.append("⟦" if trained else "⟧")
             elif number and not text.plain.endswith("\n"):

@@ -16,6 +16,7 @@ renders with the tokenizer's own template.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,14 +51,14 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return 0
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, prompt: str) -> str:
-    """What to give a model trained with this recipe so that it answers `prompt`.
+def prompt_text(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, prompt: str, earlier: Sequence[Turn] = ()) -> str:
+    """What to give a model trained with this recipe so that it answers `prompt` after `earlier` turns.
 
     Tokenize it with add_special_tokens=False, as in training. With data_format `auto` the rows are taken to be
     questions and answers; a run on plain text should record `text` (Dataset.data_format says what was found).
     """
     form: Format = "text" if recipe.data_format == "text" else "messages"
-    return Template(tokenizer, recipe, form).prompt(prompt)
+    return Template(tokenizer, recipe, form).prompt(prompt, earlier)
 
 
 class Template:
@@ -89,13 +90,17 @@ class Template:
             return turns
         return self._chat.render(turns, row.where) if self._chat else self._plain(turns)
 
-    def prompt(self, question: str) -> str:
-        """The text of a single question, up to where the response begins."""
-        if self.form == "text" or self.kind == "none":
-            return self._bos + question
-        if self._chat:
-            return self._chat.prompt([Turn("user", question)], where="the prompt")
-        return f"{self._bos}{_alpaca_heading(Turn('user', question))}### Response:\n"
+    def prompt(self, question: str, earlier: Sequence[Turn] = ()) -> str:
+        """The text of a question, after earlier turns as training renders them, up to where the response begins."""
+        asked = Turn("user", question)
+        if self._chat and self.form != "text":
+            return self._chat.prompt([*earlier, asked], where="the prompt")
+        if self.form == "text":  # one text that goes on
+            return self._bos + "".join(turn.content for turn in earlier) + question
+        before = self._plain(list(earlier)).text if earlier else self._bos
+        if self.kind == "none":
+            return before + question
+        return f"{before}{chr(10) * 2 if earlier else ''}{_alpaca_heading(asked)}### Response:\n"
 
     def _whole(self, text: str) -> Example:
         start = "" if text.startswith(self._bos) else self._bos

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
-from penstock.offload.lanes import ToHost
+from penstock.offload.lanes import Span, ToHost
 from penstock.offload.state import SavedTensor
 
 
@@ -46,6 +46,24 @@ class StepResult:
         return float(self.values.read()[index])
 
 
+@dataclass(frozen=True)
+class UnitState:
+    """State of one unit in one home."""
+
+    unit: str
+    home: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory of one place (`gpu` or `host`) and what it is for."""
+
+    place: str
+    part: str
+    num_bytes: int
+
+
 class Engine(Protocol):
     """Weights, gradients and optimizer state of one run."""
 
@@ -71,6 +89,18 @@ class Engine(Protocol):
 
     def restored(self) -> None:
         """The saved tensors were written to."""
+
+    def placement(self) -> list[UnitState]:
+        """Where every byte of state lives, by unit."""
+
+    def memory(self) -> list[Held]:
+        """What takes memory now, and on a GPU at its peak."""
+
+    def start_tape(self) -> None:
+        """Record from here on when lanes and model are busy."""
+
+    def stop_tape(self) -> list[Span]:
+        """Wait for all updates; what was recorded."""
 
     def release(self) -> None:
         """Give back gradients and optimizer state; the weights stay."""

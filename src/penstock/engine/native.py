@@ -8,13 +8,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
-from penstock.engine import StepResult
+from penstock.engine import Held, StepResult, UnitState
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import DoesNotFit
 from penstock.model.attention import Segments, use_attention
@@ -22,6 +23,7 @@ from penstock.model.compiled import set_compile
 from penstock.model.loss import call_as, check_logits, packed_loss
 from penstock.model.recompute import set_recompute
 from penstock.model.units import find_units
+from penstock.offload.lanes import Span
 from penstock.offload.optimizer import OffloadAdamW
 from penstock.offload.shards import local
 from penstock.offload.state import SavedTensor, state_tensors, weight_tensors
@@ -112,8 +114,9 @@ class NativeEngine:
     def accumulate(self, batch: MicroBatch, trained_in_step: int, *, last: bool) -> None:
         """Forward and backward; the gradients of the last micro-batch are final."""
         with self._memory_explained():
-            loss = self.packed.loss_sum(batch) / trained_in_step
-            with nullcontext() if last else self.optimizer.accumulate():
+            with self.optimizer.tape.on_device("forward"):
+                loss = self.packed.loss_sum(batch) / trained_in_step
+            with nullcontext() if last else self.optimizer.accumulate(), self.optimizer.tape.on_device("backward"):
                 loss.backward()
             self._loss += loss.detach()
 
@@ -148,6 +151,42 @@ class NativeEngine:
     def restored(self) -> None:
         """Let the homes see the new weights."""
         self.optimizer.restored()
+
+    def placement(self) -> list[UnitState]:
+        """Units under the names of their modules, in forward order."""
+        names = {module: name for name, module in self.model.named_modules()}
+        return [
+            UnitState(names[module].removeprefix("model.") or "model", home, num_bytes)
+            for module, homes in self.optimizer.unit_bytes()
+            for home, num_bytes in homes.items()
+        ]
+
+    def memory(self) -> list[Held]:
+        """Weights, state by home, and the rest: of the GPU's peak, and of what this process holds."""
+        cuda = self.packed.device.type == "cuda"
+        state, weights = self.optimizer.state_bytes(), sum(p.nbytes for p in self.model.parameters())
+        beside = "gpu" if cuda else "host"
+        held = [Held(beside, "weights", weights)]
+        held += [Held(beside if home == "gpu" else "host", f"state: {home}", size) for home, size in state.items()]
+
+        def rest(place: str, total: int) -> int:
+            return max(0, total - sum(part.num_bytes for part in held if part.place == place))
+
+        if cuda:
+            peak = torch.cuda.max_memory_allocated(self.packed.device)
+            held.append(Held("gpu", "gradients, activations", rest("gpu", peak)))
+        held.append(Held("host", "this process, the rest", rest("host", psutil.Process().memory_info().rss)))
+        return held
+
+    def start_tape(self) -> None:
+        """Begin with everything made."""
+        self.optimizer.synchronize()
+        self.optimizer.tape.start()
+
+    def stop_tape(self) -> list[Span]:
+        """Threads that still gave work to the lanes would be cut off in the middle, so they are waited for."""
+        self.optimizer.synchronize()
+        return self.optimizer.tape.stop()
 
     @contextmanager
     def _memory_explained(self) -> Iterator[None]:

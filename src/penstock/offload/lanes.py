@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-LaneName = Literal["in", "update", "out", "down", "cpu", "up", "wait"]
-"""`in` and `out` carry streamed state, `down` and `up` gradients and weights of `host`, `cpu` are its threads. `wait`
-is the model itself waiting for an update: what the lanes did not hide."""
+LaneName = Literal["in", "update", "out", "down", "cpu", "up", "wait", "forward", "backward"]
+"""`in` and `out` carry streamed state, `down` and `up` gradients and weights of `host`, `cpu` are its threads. The rest
+is the model itself: its arithmetic, and in `wait` its waiting for an update, which is what the lanes did not hide."""
 
 
 @dataclass(frozen=True)

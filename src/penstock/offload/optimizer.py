@@ -397,6 +397,17 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Bytes of state by home."""
         return {home.name: sum(c.state_bytes for c in chunks) for home, chunks in self._homes}
 
+    def unit_bytes(self) -> list[tuple[nn.Module, dict[str, int]]]:
+        """Bytes of state by home, for every unit."""
+        found: list[tuple[nn.Module, dict[str, int]]] = []
+        for unit in self._units:
+            homes: dict[str, int] = {}
+            for chunk in (chunk for index in unit.parameters for chunk in self._chunks[index]):
+                name = self._home_of[chunk].name
+                homes[name] = homes.get(name, 0) + chunk.state_bytes
+            found.append((unit.module, homes))
+        return found
+
     def describe(self) -> str:
         """Where state lives, in words."""
         parts = {home: f"{size / 1e9:,.2f} GB {home}" for home, size in self.state_bytes().items()}

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one plain line at a time, each with what it is about.
+"""What a person sees while a run goes on: a live panel on a terminal, elsewhere one plain line at a time.
 
 With --json the lines go to standard error, so that standard output holds exactly one JSON object.
 """
@@ -7,14 +7,28 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 from rich.console import Console as RichConsole
+from rich.console import RenderableType
+from rich.live import Live
 from rich.markup import escape
 
-from penstock.report.metrics import StepRow, Summary
+from penstock.report.metrics import EvalRow, StepRow, Summary
+from penstock.report.panel import Panel, Sources, Working
+
+LEAST_COLUMNS = 30
+"""A terminal that is narrower gets plain lines."""
+
+
+@dataclass
+class Phase:
+    """Something that takes a while. Who knows how many bytes it moves can say so, and the rate is shown."""
+
+    num_bytes: int = 0
 
 
 class Console:
@@ -22,23 +36,81 @@ class Console:
 
     def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
         self.rich = RichConsole(file=sys.stderr if json else sys.stdout, highlight=False, quiet=quiet, soft_wrap=True)
+        self._json, self._showing = json, False
+        self._panel: Panel | None = None
 
     def say(self, text: str) -> None:
         """One line."""
         self.rich.print(escape(text))
 
+    @property
+    def live(self) -> bool:
+        """Whether there is a terminal that can redraw itself, and someone who wants to see it."""
+        rich = self.rich
+        able = rich.is_terminal and not rich.is_dumb_terminal and rich.width >= LEAST_COLUMNS
+        return able and not (self._json or rich.quiet)
+
     @contextmanager
-    def phase(self, title: str) -> Iterator[None]:
+    def phase(self, title: str) -> Iterator[Phase]:
         """Say what begins, and how long it took if that was noticeable."""
+        phase, start = Phase(), time.perf_counter()
+        if self._panel is not None:  # beside the steps, such as saving
+            self._panel.begins(title)
+            yield phase
+            self._panel.ends(title)
+            return
         self.rich.print(f"[bold]{escape(title)}[/bold]")
-        start = time.perf_counter()
-        yield
+        with self._redrawn(Working(title), transient=True):
+            yield phase
         seconds = time.perf_counter() - start
         if seconds >= 2:
-            self.rich.print(f"[dim]  {escape(title)}: {seconds:.1f} s[/dim]")  # phases may lie in one another
+            rate = f", {phase.num_bytes / 1e9:.1f} GB at {phase.num_bytes / seconds / 1e9:.1f} GB/s"
+            said = rate if phase.num_bytes and self.live else ""
+            self.rich.print(f"[dim]  {escape(title)}: {seconds:.1f} s{said}[/dim]")  # phases may lie in one another
 
-    def step(self, row: StepRow, total_steps: int, seconds_left: float) -> None:
-        """One line for one step."""
+    @contextmanager
+    def training(self, name: str, total_steps: int, sources: Sources, earlier: Sequence[StepRow]) -> Iterator[None]:
+        """Around the steps: the live panel, or a phase like any other."""
+        if not self.live:
+            with self.phase(f"Training {total_steps:,} steps"):
+                yield
+            return
+        panel = Panel(name, total_steps, sources)
+        panel.earlier(earlier)
+        with self._redrawn(panel, transient=False):
+            self._panel = panel
+            try:
+                yield
+            finally:
+                self._panel = None
+
+    @contextmanager
+    def _redrawn(self, what: RenderableType, *, transient: bool) -> Iterator[None]:
+        """Draw `what` again and again below the lines, unless something is being drawn already."""
+        if self._showing or not self.live:
+            yield
+            return
+        self._showing = True
+        try:
+            with Live(what, console=self.rich, refresh_per_second=4, transient=transient):
+                self.rich.show_cursor(True)  # a process that is killed could not bring it back
+                yield
+        finally:
+            self._showing = False
+
+    def step(self, row: StepRow, total_steps: int, seconds_left: float, *, due: bool = True) -> None:
+        """A step has ended: the panel shows each, lines only those that are due."""
+        if self._panel is not None:
+            self._panel.row(row, seconds_left)
+        elif due:
+            self._step_line(row, total_steps, seconds_left)
+
+    def evaluated(self, row: EvalRow) -> None:
+        """An evaluation has ended. Lines leave it to the summary."""
+        if self._panel is not None:
+            self._panel.evaluated(row.eval_loss)
+
+    def _step_line(self, row: StepRow, total_steps: int, seconds_left: float) -> None:
         width = len(str(total_steps))
         rate = row.tokens / row.step_seconds
         line = (

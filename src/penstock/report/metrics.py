@@ -79,11 +79,18 @@ class Metrics:
     between steps, so a row is read when it is ready, or at the latest when the next step has been enqueued.
     """
 
-    def __init__(self, run_dir: Path, on_row: Callable[[StepRow], None], *, write: bool = True) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        on_row: Callable[[StepRow], None],
+        on_eval: Callable[[EvalRow], None] = lambda row: None,
+        *,
+        write: bool = True,
+    ) -> None:
         """Without `write` the rows are kept in memory only: of several ranks one writes."""
         self.rows: list[StepRow] = []
         self.evals: list[EvalRow] = []
-        self._run_dir, self._on_row, self._write = run_dir, on_row, write
+        self._run_dir, self._on_row, self._on_eval, self._write = run_dir, on_row, on_eval, write
         self._pending: list[tuple[StepFacts, StepResult]] = []
         self._clock = time.perf_counter()
 
@@ -106,6 +113,7 @@ class Metrics:
         """An evaluation after `step`."""
         self.evals.append(EvalRow(step, loss))
         self._append("eval.jsonl", self.evals[-1])
+        self._on_eval(self.evals[-1])
 
     def saved(self) -> dict[str, list[dict[str, Any]]]:
         """Every row so far, as JSON has it."""

@@ -1,0 +1,155 @@
+"""A run read back from its directory, for the report.
+
+Whatever the run did not leave is empty, never an error: a report of a run that is still going, or was cut off, shows
+what there is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.checkpoint.run_dir import RECIPE_FILE, check_is_run
+from penstock.report.facts import FACTS
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """All that a report shows of one run.
+
+    The values are JSON as the run wrote it: fields of a later version must not keep an older run from being read.
+    """
+
+    name: str
+    path: Path
+    recipe: dict[str, Any]
+    steps: list[dict[str, Any]]
+    evals: list[dict[str, Any]]
+    environment: dict[str, Any] = field(default_factory=dict)
+    placement: list[dict[str, Any]] = field(default_factory=list)
+    timeline: dict[str, Any] = field(default_factory=dict)
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def answer(self) -> dict[str, str]:
+        """The question that was asked before and after, if there was one."""
+        return self.summary.get("answer") or {}
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run came to its end."""
+        return bool(self.summary)
+
+
+def read_run(path: Path, name: str) -> RunRecord:
+    """Read a run's directory."""
+    check_is_run(path)
+    recipe = yaml.safe_load((path / RECIPE_FILE).read_text(encoding="utf-8"))
+    names = ("environment", "placement", "timeline", "memory", "data", "summary")
+    facts = {fact: _json(path / FACTS / f"{fact}.json") for fact in names}
+    return RunRecord(
+        name=name,
+        path=path,
+        recipe=recipe,
+        steps=_lines(path / "metrics.jsonl"),
+        evals=_lines(path / "eval.jsonl"),
+        **{fact: value for fact, value in facts.items() if value is not None},
+    )
+
+
+def read_runs(paths: list[Path]) -> list[RunRecord]:
+    """Several runs, each under a name that no other has."""
+    names = [path.resolve().name for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    if len(set(names)) < len(names):
+        names = [f"{number} {name}" for number, name in enumerate(names, start=1)]
+    return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """One step on the lanes, in seconds."""
+
+    busy: float
+    """Time in which at least one lane was at work."""
+    exposed: float
+    """Time in which the model stood still for an update."""
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the lanes' work that cost the model nothing."""
+        return max(0.0, 1 - self.exposed / self.busy) if self.busy else 1.0
+
+
+Stretch = tuple[float, float]
+
+
+def overlap(spans: list[dict[str, Any]]) -> Overlap:
+    """What was hidden and what was exposed."""
+    work = [(span["start"], span["end"]) for span in spans if span["lane"] not in MODEL_LANES]
+    return Overlap(busy=_length(_merged(work)), exposed=_length(exposed(spans)))
+
+
+def exposed(spans: list[dict[str, Any]]) -> list[Stretch]:
+    """When the model stood still for an update: it waited, or lanes worked while it computed nothing."""
+    of = {kind: [(s["start"], s["end"]) for s in spans if s["lane"] == kind] for kind in MODEL_LANES}
+    work = _merged([(span["start"], span["end"]) for span in spans if span["lane"] not in MODEL_LANES])
+    computing = _merged(of["forward"] + of["backward"])
+    return _merged(of["wait"] + _without(work, computing))
+
+
+MODEL_LANES = ("forward", "backward", "wait")
+
+
+def _merged(stretches: list[Stretch]) -> list[Stretch]:
+    """The same time, no two stretches of it touching."""
+    found: list[Stretch] = []
+    for start, end in sorted(stretches):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _without(stretches: list[Stretch], taken: list[Stretch]) -> list[Stretch]:
+    """Merged stretches less merged ones."""
+    found: list[Stretch] = []
+    for start, end in stretches:
+        for other_start, other_end in taken:
+            if other_start < end and other_end > start:
+                if other_start > start:
+                    found.append((start, other_start))
+                start = other_end
+        if start < end:
+            found.append((start, end))
+    return found
+
+
+def _length(stretches: list[Stretch]) -> float:
+    return sum(end - start for start, end in stretches)
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there, or being written this very moment
+        return None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:  # the last line of a run that is still writing
+                break
+    return rows

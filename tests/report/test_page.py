@@ -1,0 +1,160 @@
+"""The page, as text and in a browser."""
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from penstock.cli import main
+
+pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
+
+from penstock.report.page import render, report
+from penstock.report.runs import read_runs
+
+CHARTS = ["loss", "lr", "norm", "throughput", "memory", "homes", "timeline"]
+BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), "")
+needs_browser = pytest.mark.skipif(not BROWSER, reason="no Chromium on this machine")
+
+
+@pytest.fixture(scope="module")
+def page(finished_run, tmp_path_factory):
+    return report([finished_run], to=str(tmp_path_factory.mktemp("page") / "report.html")).page
+
+
+class Elements(html.parser.HTMLParser):
+    """Tags and attributes of a page, and the text outside scripts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        if self.tags and self.tags[-1][0] not in ("script", "style"):
+            self.text.append(data)
+
+
+def test_the_page_shows_every_part(page):
+    elements = Elements(page.read_text())
+    text = " ".join(elements.text)
+    for title in ("Loss by step", "Learning rate", "Gradient norm", "Tokens a second", "Memory by place",
+                  "Where every byte of optimizer state lives", "Step 3 on the lanes", "was hidden", "On a CPU",
+                  "before", "after",
+                  "Recipe", "Environment", "trained on", "Python 3"):  # fmt: skip
+        assert title in text, title
+    assert [a["data-chart"] for _, a in elements.tags if "data-chart" in a][:4] == CHARTS[:4]
+    specs = json.loads(re.search(r'id="specs">(.*?)</script>', page.read_text(), re.S).group(1))
+    assert set(specs) == set(CHARTS)
+
+
+def test_text_of_the_run_cannot_become_part_of_the_page(page):
+    """Rows and prompt hold a script and an image: none of either is an element, and all of it can be read."""
+    elements = Elements(page.read_text())
+    assert "img" not in [tag for tag, _ in elements.tags]
+    assert len([tag for tag, _ in elements.tags if tag == "script"]) == 4
+    assert "onerror=alert(1)" in " ".join(elements.text)
+
+
+def test_the_page_names_no_address(page):
+    elements = Elements(page.read_text())
+    loaded = [a for _, a in elements.tags if {"src", "href"} & set(a)]
+    assert loaded == [{"rel": "icon", "href": "data:,"}]
+    policy = next(a["content"] for tag, a in elements.tags if tag == "meta" and "http-equiv" in a)
+    assert policy.startswith("default-src 'none'")
+    assert "http" not in policy
+    assert "eval" not in policy
+    assert page.stat().st_size < 1.5e6
+
+
+def test_several_runs_are_compared(finished_run, tmp_path):
+    other = tmp_path / "second"
+    shutil.copytree(finished_run, other, ignore=shutil.ignore_patterns("model", "checkpoints"))
+    recipe = (other / "recipe.yaml").read_text()
+    (other / "recipe.yaml").write_text(recipe.replace("seed: 42", "seed: 43"))
+    text = render(read_runs([finished_run, other]), library="")
+    assert "2 runs compared" in text
+    assert re.search(r'class="differs">seed</th>', text)
+    assert not re.search(r'class="differs">lr</th>', text)
+    specs = json.loads(re.search(r'id="specs">(.*?)</script>', text, re.S).group(1))
+    assert {point["run"] for point in specs["lr"]["data"]["values"]} == {"first", "second"}
+    assert {"timeline-1", "timeline-2"} <= set(specs)
+
+
+def test_a_run_without_a_step_has_a_page(finished_run, tmp_path):
+    shutil.copy(finished_run / "recipe.yaml", tmp_path)
+    assert "none yet" in render(read_runs([tmp_path]), library="")
+
+
+def test_images(finished_run, tmp_path, capsys):
+    assert main(["report", str(finished_run), "--to", str(tmp_path / "r.html"), "--images", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert {path.rpartition("/")[2] for path in written["images"]} == {
+        f"{c}.{e}" for c in CHARTS for e in ("svg", "png")
+    }
+    assert "Loss by step" in (tmp_path / "report-images" / "loss.svg").read_text()
+    assert (tmp_path / "report-images" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_the_extra_it_says_what_to_install(finished_run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    assert main(["report", str(finished_run)]) == 2
+    assert "pip install 'penstock[report]'" in capsys.readouterr().err
+
+
+def test_a_report_does_not_make_the_directory_someone_elses(finished_run, capsys):
+    """report.html lies in the run's directory, which must still be known as a run's and nothing else's."""
+    from penstock.checkpoint.run_dir import check_run_dir
+
+    assert main(["report", str(finished_run)]) == 0
+    assert str(finished_run / "report.html") in capsys.readouterr().out
+    check_run_dir(finished_run, overwrite=True)
+
+
+def browse(page, profile, *flags):
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
+               "--virtual-time-budget=10000", "--enable-logging=stderr", *flags,
+               "--dump-dom", page.as_uri()]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_browser_draws_every_chart_and_has_nothing_to_say(page, tmp_path):
+    dom, said = browse(page, tmp_path / "profile")
+    assert said == []
+    assert f'data-drawn="{len(CHARTS)}"' in dom
+    for chart in CHARTS:
+        drawn = re.search(rf'data-chart="{chart}".*?</svg>', dom, re.S).group()
+        assert drawn.count("<path") > 5, chart
+    assert "<title>broken" not in dom
+
+
+@needs_browser
+@pytest.mark.slow
+def test_the_browser_asks_the_network_for_nothing(page, tmp_path):
+    """Its own log of the network: the file, and no other address."""
+    log = tmp_path / "net.json"
+    browse(page, tmp_path / "profile", f"--log-net-log={log}", "--disable-background-networking",
+           "--disable-component-update", "--no-first-run")  # fmt: skip
+    asked = set(re.findall(r'"url":"([^"]+)"', log.read_text()))
+    own = {url for url in asked if "google" in url or "gvt" in url}  # the browser's own errands
+    assert {url for url in asked - own if not url.startswith(("file:", "data:", "chrome"))} == set()
+
+
+@needs_browser
+@pytest.mark.slow
+def test_the_browser_would_refuse_a_request(page, tmp_path):
+    """Breaks the page on purpose: were there an image from the network, the policy would stop it and say so."""
+    bad = tmp_path / "bad.html"
+    bad.write_text(page.read_text().replace("</main>", '<img src="http://127.0.0.1:9/x.png"></main>'))
+    _, said = browse(bad, tmp_path / "profile")
+    assert any("Content Security Policy" in line for line in said)

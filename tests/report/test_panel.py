@@ -1,0 +1,163 @@
+"""The live panel, drawn into a console that records, and in a terminal."""
+
+import io
+import math
+import os
+import pty
+import re
+import select
+import signal
+import sys
+import time
+
+import pytest
+from rich.console import Console as RichConsole
+
+from penstock.engine import Held
+from penstock.report.console import Console
+from penstock.report.metrics import StepRow
+from penstock.report.panel import DOTS, Panel, Sources, braille, peak_flops
+
+GIB = 2**30
+MEMORY = [
+    Held("gpu", "weights", 16 * GIB),
+    Held("gpu", "state: gpu", 80 * GIB),
+    Held("host", "state: stream", 38 * GIB),
+]
+
+
+def sources():
+    return Sources(
+        lambda: MEMORY, lambda: {"in": 0.4, "wait": 0.01}, {"gpu": 140 * GIB, "host": 125 * GIB}, 5e10, 989e12
+    )
+
+
+def filled(steps=200):
+    panel = Panel("llama-8b", 400, sources())
+    for step in range(1, steps + 1):
+        panel.row(StepRow(step, 3 / step + 0.5, 1e-5, 0.7, 16384, 9000, 1.8, step == 7), 360.0)
+    panel.evaluated(1.25)
+    return panel
+
+
+def drawn(panel, width, height=40, colour=False):
+    file = io.StringIO()
+    system = "truecolor" if colour else None
+    console = RichConsole(file=file, width=width, height=height, color_system=system, soft_wrap=True, highlight=False)
+    console.print(panel)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("width", [30, 40, 59, 60, 80, 120, 200])
+@pytest.mark.parametrize("height", [5, 17, 40])
+def test_every_width_and_height_is_filled_and_not_passed(width, height):
+    lines = drawn(filled(), width, height).splitlines()
+    assert {len(line) for line in lines} == {width}
+    assert "200/400" in lines[1]
+
+
+def test_it_shows_what_a_run_is_judged_by():
+    text = drawn(filled(), 120)
+    for part in ("0:06:00 left", "loss 0.5150", "eval 1.2500", "lr 1.00e-05", "norm 0.70", "tokens/s 9,102",
+                 "TFLOP/s 455 (46% of 989)", "skipped 1", "96.0 GiB of 140.0 GiB", "38.0 GiB of 125.0 GiB",
+                 "state: gpu 80.0 GiB", "in 40.0%", "3.500"):  # fmt: skip
+        assert part in text, part
+
+
+def test_a_panel_without_rows_and_one_with_only_bad_ones_are_drawn():
+    assert "waiting for the first step" in drawn(Panel("x", 10, sources()), 80)
+    panel = Panel("x", 10, sources())
+    panel.row(StepRow(1, math.nan, 1e-5, math.nan, 10, 5, 0.1, True), 1.0)
+    assert "skipped 1" in drawn(panel, 80)
+
+
+def test_what_cannot_be_drawn_is_a_line_and_no_error():
+    panel = filled()
+    panel._memory = [None]
+    assert "cannot be drawn" in drawn(panel, 80)
+
+
+def test_saving_is_shown_while_it_lasts_and_after():
+    panel = filled()
+    panel.begins("Saving step 200")
+    assert "Saving step 200: 0 s" in drawn(panel, 80)
+    panel.ends("Saving step 200")
+    assert "Saving step 200: 0.0 s" in drawn(panel, 80)
+
+
+def test_a_falling_line_falls_in_braille():
+    lines = braille([float(i) for i in range(40, 0, -1)], columns=20, rows=5)
+    assert [len(line) for line in lines] == [20] * 5
+    first, last = (next(i for i, line in enumerate(lines) if line[x] != "\u2800") for x in (0, 19))
+    assert (first, last) == (0, 4)
+    assert braille([1.0, 1.0], 4, 2)[1] == chr(0x2800 + DOTS[0][3] + DOTS[1][3]) * 4
+
+
+def test_rates_of_the_data_sheet():
+    assert peak_flops("NVIDIA GH200 480GB, 96 GiB") == 989e12
+    assert peak_flops("NVIDIA L40S, 45 GiB") == 362e12
+    assert peak_flops("CPU, 2 threads of 2 cores") == 0
+
+
+@pytest.mark.parametrize("options", [{"json": True}, {"quiet": True}, {}])
+def test_without_a_terminal_lines_are_plain(options, capsys):
+    console = Console(**options)
+    assert not console.live
+    with console.training("x", 10, sources(), []):
+        console.step(StepRow(1, 1.0, 1e-5, 0.5, 10, 5, 0.1, False), 10, 1.0)
+        console.step(StepRow(2, 1.0, 1e-5, 0.5, 10, 5, 0.1, False), 10, 1.0, due=False)
+    out, err = capsys.readouterr()
+    expected = [
+        "Training 10 steps",
+        "step  1/10  loss  1.0000  lr 1.00e-05  norm   0.50       100 tokens/s  0:00:01 left",
+    ]
+    assert out.splitlines() == ([] if options else expected)
+    assert err.splitlines() == (expected if options.get("json") else [])
+
+
+def in_terminal(words, env, *, until, then=None, limit=150):
+    """Run the command in a terminal of its own; everything it wrote, and its exit code."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ.update(env)
+        os.execv(sys.executable, [sys.executable, "-m", "penstock", *words])
+    text, end = "", time.monotonic() + limit
+    try:
+        while time.monotonic() < end:
+            if select.select([terminal], [], [], 1)[0]:
+                try:
+                    text += os.read(terminal, 65536).decode(errors="replace")
+                except OSError:  # the child has closed it
+                    break
+            if then and re.search(until, text):
+                os.kill(child, then)
+                then = None
+    finally:
+        if time.monotonic() >= end:
+            os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+        os.close(terminal)
+    return text, os.waitstatus_to_exitcode(status)
+
+
+WORDS = ("train", "demo", "--max-steps", "40", "--batch-size", "1", "--max-length", "64")
+
+
+@pytest.mark.slow
+def test_in_a_terminal_the_panel_is_there_and_ctrl_c_leaves_a_cursor(tmp_path):
+    env = {"TERM": "xterm-256color", "COLUMNS": "90", "LINES": "30"}
+    words = [*WORDS, "--output-dir", str(tmp_path / "run")]
+    text, code = in_terminal(words, env, until=r"tokens/s", then=signal.SIGINT)
+    assert code == 130
+    assert "╭─ demo" in re.sub(r"\x1b\[[0-9;]*m", "", text)
+    assert "stopped by SIGINT" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor was shown after it was hidden last"
+
+
+@pytest.mark.slow
+def test_a_dumb_terminal_gets_lines(tmp_path):
+    words = [*WORDS, "--max-steps", "2", "--keep", "0", "--output-dir", str(tmp_path / "run")]
+    text, code = in_terminal(words, {"TERM": "dumb"}, until="never")
+    assert code == 0
+    assert "\x1b[" not in text
+    assert "step 2/2" in text
