@@ -65,15 +65,15 @@ def test_layers_share_one_compilation_and_no_step_needs_another():
     assert not torch._dynamo.utils.counters["frames"].get("total", 0)
 
 
-def plain_and_compiled(model, device="cpu"):
+def plain_and_compiled(model, device="cpu", compiled=True):
     """Loss and gradients of two rows of one segment each: without loops over segments, the compiler sees all of it."""
     units = find_units(model)
     use_attention(model, "auto")
-    ids = torch.randint(3, 90, (2, 16), device=device)
+    ids = torch.randint(3, 90, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
     positions = torch.arange(16, device=device).expand(2, -1)
     segments = Segments.of((0, 16, 32), torch.device(device))
     found = []
-    for on in (False, True):
+    for on in (False, True) if compiled else (False,):
         set_compile(units.layers, on, pytest.fail)
         torch._dynamo.utils.counters.clear()
         model.zero_grad()
@@ -87,7 +87,8 @@ def plain_and_compiled(model, device="cpu"):
 def test_layers_that_keep_products_share_one_compilation(monkeypatch):
     monkeypatch.setattr("penstock.model.compiled._in_one_piece", lambda layer: True)  # as on a GPU
     model = tiny_model("llama", num_hidden_layers=10)  # more than the compiler's limit for one function
-    assert_close(*plain_and_compiled(model))
+    for plain, compiled in zip(*plain_and_compiled(model), strict=True):
+        assert (plain - compiled).norm() <= 1e-4 * plain.norm()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -95,12 +96,14 @@ def test_layers_that_keep_products_share_one_compilation(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 @pytest.mark.parametrize("name", SEVEN)
 def test_gpu_layers_are_compiled_in_one_piece(name):
+    (exact,) = plain_and_compiled(tiny_model(name), compiled=False)
     model = tiny_model(name).to("cuda", torch.bfloat16)
     plain, compiled = plain_and_compiled(model, "cuda")
-    for x, y in zip(plain, compiled, strict=True):
-        assert (x.float() - y.float()).norm() <= 3e-2 * x.float().norm() + 1e-3
-    kinds = len(set(getattr(model.config, "layer_types", None) or [1]))
-    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= kinds
+    for truth, *found in zip(exact, plain, compiled, strict=True):
+        theirs, ours = ((x.float().cpu() - truth).norm() / truth.norm() for x in found)
+        assert ours < 1.5 * theirs + 1e-2
+    pieces = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert pieces == 1 or (pieces and "experts" in str(model))
 
 
 @pytest.mark.slow

@@ -10,6 +10,9 @@ On a GPU a compiled layer keeps for backward what matrix products and attention 
 the kernels that need it. That costs nothing and takes 0.6 of the memory: qwen3-14b, 4 x 4096 tokens on an H200, six
 layers, 0.499 s and 13.5 GB against 0.498 s and 20.2 GB as the compiler chooses by itself. Its own dial
 (`activation_memory_budget`) was rejected: at 0.5 it took 0.514 s and 11.5 GB; it does not know what attention costs.
+
+Experts stay out of it. Compiled, the gradients of grouped products come in a layout whose kernel wants every expert's
+number of tokens to be a multiple of eight, and ends the process where it is not (torch 2.11).
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ def set_compile(layers: Sequence[nn.Module], on: bool, say: Say) -> None:
             del layer.forward
             if layer.forward != forward.plain:
                 layer.forward = forward.plain
+        for experts in _experts(layer):
+            vars(experts).pop("forward", None)
     if not on:
         return
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir("compiled")))  # the default is emptied with /tmp
@@ -46,6 +51,8 @@ def set_compile(layers: Sequence[nn.Module], on: bool, say: Say) -> None:
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     attempt = _Attempt(say)
     for layer in layers:
+        for experts in _experts(layer):
+            experts.forward = torch.compiler.disable(experts.forward)
         layer.forward = _Compiled(layer.forward, attempt)
 
 
@@ -92,7 +99,12 @@ def _compiled(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_one_piece(layer: nn.Module) -> bool:
     """Whether the compiler sees all of a layer; elsewhere attention runs outside of it, segment by segment."""
-    return all(p.is_cuda and p.dtype is torch.bfloat16 for p in layer.parameters())
+    return not _experts(layer) and all(p.is_cuda and p.dtype is torch.bfloat16 for p in layer.parameters())
+
+
+def _experts(layer: nn.Module) -> list[nn.Module]:
+    """Parts with weights of several experts in one tensor."""
+    return [part for part in layer.modules() if any(p.ndim == 3 for p in part.parameters(recurse=False))]
 
 
 def _kept(forward: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
