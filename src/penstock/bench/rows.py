@@ -172,7 +172,7 @@ def _cells(row: Row, best: float | None) -> tuple[str, ...]:
         _number(row.model_tflops / row.matrix_tflops if row.model_tflops and row.matrix_tflops else None, ".2f"),
         f"{row.gpu_bytes / 1e9:.1f}",
         f"{row.host_bytes / 1e9:.1f}",
-        row.setting,
+        row.setting or ("compiled" if row.compiled else ""),
     )
 
 
