@@ -5,10 +5,23 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock import layout
-from penstock.layout import Buffer, cut, model_buffers, parameters, state_buffers, state_bytes, total
+from penstock.layout import (
+    CHUNK_SECONDS,
+    DEFAULT_CHUNK,
+    Buffer,
+    chunk_for,
+    cut,
+    model_buffers,
+    parameters,
+    state_buffers,
+    state_bytes,
+    total,
+)
 from penstock.model.units import find_units as find_model_units
 from penstock.offload.formats import FORMATS
 from penstock.offload.homes import HostHome, ResidentHome, StreamHome
@@ -107,3 +120,16 @@ def test_places_are_summed_apart():
 def test_it_needs_no_torch():
     code = "import sys, penstock.layout, penstock.plan.deal; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@given(link=st.floats(1e8, 1e13), state=st.floats(1.0, 16.0))
+def test_a_chunk_takes_about_the_same_time_on_every_link(link, state):
+    chunk = chunk_for(link, state)
+    assert chunk == 1 << (chunk.bit_length() - 1)
+    if 1 << 20 < chunk < 1 << 26:
+        assert CHUNK_SECONDS / 1.5 < chunk * state / link < CHUNK_SECONDS * 1.5
+    assert chunk_for(2 * link, state) >= chunk
+
+
+def test_the_chunk_measured_on_the_h200_stays():
+    assert chunk_for(50.0e9, 10.0) == DEFAULT_CHUNK

@@ -9,6 +9,7 @@ What comes and goes within a step (activations, the loss's chunks of logits) is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,7 +22,9 @@ HomeName = Literal["gpu", "stream", "host"]
 NUM_SLOTS = 4
 """Staging slots of `stream`: one arriving, one updating, one leaving, one to absorb jitter."""
 DEFAULT_CHUNK = 1 << 24
-"""Elements in a chunk: 160 MiB of fp32 state, long enough a copy to run at the link's full rate."""
+"""Elements in a chunk where the link is not known: 160 MiB of fp32 state."""
+CHUNK_SECONDS = 3.4e-3
+"""What a chunk should take on the link: long against the start of a copy, short against a layer's forward."""
 STREAM_QUEUE = 16
 """Chunks that may wait for a slot during backward: their gradients take memory beside the activations."""
 GPU_RESERVE = 5 * 2**30
@@ -39,6 +42,12 @@ SPAN = 1 << 16
 STATE_FORMATS = ("fp32", "bf16", "int8")
 """From exact to small."""
 _MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+
+
+def chunk_for(link_bytes_per_s: float, state_bytes: float) -> int:
+    """Elements in a chunk for this link, a power of two, at `state_bytes` an element."""
+    wanted = link_bytes_per_s * CHUNK_SECONDS / state_bytes
+    return 1 << min(26, max(20, round(math.log2(max(1.0, wanted)))))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from penstock.errors import DoesNotFit
 from penstock.hardware import available_host_bytes
-from penstock.layout import BLOCK, GPU_RESERVE, HOST_RESERVE
+from penstock.layout import BLOCK, DEFAULT_CHUNK, GPU_RESERVE, HOST_RESERVE, NUM_SLOTS, chunk_for
 from penstock.offload.formats import FORMATS, StateFormat
 from penstock.offload.rates import measure_rates
 from penstock.plan.place import Need, Placement, Room, place
@@ -53,24 +53,28 @@ def choose_homes(
     device: torch.device,
     states: StateFormat,
     *,
-    staging_bytes: int,
     cores: Sequence[int],
     ranks_here: int = 1,
-) -> Placement:
-    """The placement for what is free now. Weights are allocated already; gradients and activations are not."""
+) -> tuple[Placement, int]:
+    """The placement for what is free now, and the chunk that suits the link.
+
+    Weights are allocated already; gradients and activations are not.
+    """
     if device.type != "cuda":
-        return Placement(need.num_params, 0, 0, 0.0)
+        return Placement(need.num_params, 0, 0, 0.0), DEFAULT_CHUNK
     free = torch.cuda.mem_get_info(device)[0]
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     room = Room(free + cached - GPU_RESERVE, (available_host_bytes() - HOST_RESERVE) // ranks_here)
     if room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes:
-        return Placement(need.num_params, 0, 0, 0.0)
-    room = Room(room.gpu_bytes - staging_bytes, room.host_bytes)
-    placement = place(need, room, measure_rates(device, cores, states))
+        return Placement(need.num_params, 0, 0, 0.0), DEFAULT_CHUNK
+    rates = measure_rates(device, cores, states)
+    chunk_size = chunk_for(rates.link_bytes_per_s, need.state_bytes)
+    room = Room(room.gpu_bytes - NUM_SLOTS * chunk_size * need.state_bytes, room.host_bytes)
+    placement = place(need, room, rates)
     if placement is None:
         smaller = smaller_formats(need, states)
         raise DoesNotFit(_shortage(need, room), remedy=f"Try {smaller}--recompute full or a smaller batch.")
-    return placement
+    return placement, chunk_size
 
 
 def smaller_formats(need: Need, states: StateFormat) -> str:

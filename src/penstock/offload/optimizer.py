@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.errors import RecipeError
 from penstock.hardware import near_cores
-from penstock.layout import DEFAULT_CHUNK, NUM_SLOTS, STREAM_QUEUE, HomeName
+from penstock.layout import DEFAULT_CHUNK, STREAM_QUEUE, HomeName
 from penstock.offload.auto import choose_homes, need_of
 from penstock.offload.formats import StateName, StateView, format_named
 from penstock.offload.homes import Chunk, Coefficients, Home, HostHome, ResidentHome, StreamHome, Update
@@ -81,7 +81,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         homes: Literal["auto"] | HomeName | Mapping[HomeName, float] = "auto",
         schedule: Schedule | Literal["auto"] = "auto",
         overlap: bool = True,
-        chunk_size: int = DEFAULT_CHUNK,
+        chunk_size: int | None = None,
         cpu_adam_cores: float = 0.9,
         working_dtype: torch.dtype | None = None,
         activation_bytes: int | None = None,
@@ -113,7 +113,6 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._scalars = Scalars(len(self.param_groups), self._device)
         self.states = format_named(states)
         check_blocks(self._parameters, self.states)
-        chunk_size = self.states.whole_blocks(chunk_size)
         self._units = find_units(model, self._parameters, units)
         self.tape = Tape(self._device)
         self._near = near_cores(self._device)
@@ -129,11 +128,11 @@ class OffloadAdamW(torch.optim.Optimizer):
                 overlap=overlap,
                 hidden_seconds=forward_seconds if self.schedule == "after-norm" else backward_seconds,
             )
-            staging_bytes = NUM_SLOTS * self.states.num_bytes(chunk_size, torch.bfloat16)
-            placement = choose_homes(
-                need, self._device, self.states, staging_bytes=staging_bytes, cores=self._cores, ranks_here=ranks_here
+            placement, suitable = choose_homes(
+                need, self._device, self.states, cores=self._cores, ranks_here=ranks_here
             )
-            homes = cast(dict[HomeName, float], placement.fractions())
+            homes, chunk_size = cast(dict[HomeName, float], placement.fractions()), chunk_size or suitable
+        chunk_size = self.states.whole_blocks(chunk_size or DEFAULT_CHUNK)
         self._assign(homes if isinstance(homes, Mapping) else {homes: 1.0}, chunk_size)
         self._start_from(rounded_off)
         self._fresh = all(remainder is None for remainder in rounded_off)  # state is zero, masters are the weights

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import cast
 
 from penstock.layout import (
+    BLOCK,
     DEFAULT_CHUNK,
     GPU_RESERVE,
     HOST_RESERVE,
@@ -20,6 +21,7 @@ from penstock.layout import (
     Buffer,
     HomeName,
     Place,
+    chunk_for,
     cut,
     model_buffers,
     parameters,
@@ -158,7 +160,9 @@ class Plan:
         device: Place = "gpu" if on_gpu else "host"
         shares = cast(dict[HomeName, float], self.placement.fractions())
         found = model_buffers(local, self.job.dtype_bytes, place=device)
-        found += state_buffers(deal(cut(local), shares), self.settings.states, self.job.dtype_bytes, on_gpu=on_gpu)
+        chunk = _chunk(self.job, self.machine.link_bytes_per_s, self.settings.states)
+        dealt = deal(cut(local, chunk), shares)
+        found += state_buffers(dealt, self.settings.states, self.job.dtype_bytes, on_gpu=on_gpu)
         moment: list[tuple[str, float]] = [
             ("gradients", self.gradient_bytes),
             ("activations", self.passing_bytes - self.gradient_bytes),
@@ -166,7 +170,7 @@ class Plan:
         if self.gpus > 1:
             moment.append(("gathered layers", sharded_bytes(self.job.architecture, self.job.dtype_bytes)))
         if self.job.schedule == "in-backward" and self.placement.stream:
-            moment.append(("gradients in the queue", self.job.dtype_bytes * STREAM_QUEUE * DEFAULT_CHUNK))
+            moment.append(("gradients in the queue", self.job.dtype_bytes * STREAM_QUEUE * chunk))
         found += [Buffer(name, device, int(num_bytes)) for name, num_bytes in moment if num_bytes > 0]
         if on_gpu:
             found.append(Buffer("CUDA context", "gpu", int(CONTEXT_BYTES)))
@@ -253,13 +257,21 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     )  # fmt: skip
 
 
+def _chunk(job: Job, link_bytes_per_s: float, states: str) -> int:
+    """Elements in a chunk, as the engine chooses it: from the link where it measures one."""
+    if job.homes or not job.overlap:
+        return DEFAULT_CHUNK
+    return chunk_for(link_bytes_per_s, state_bytes(BLOCK, states, job.dtype_bytes) / BLOCK)
+
+
 def _placement(job: Job, need: Need, room: Room, rates: Rates, states: str) -> Placement | None:
     """Homes as the engine chooses them: everything resident if it fits, else the split that exposes least."""
     everything = Placement(need.num_params, 0, 0, 0.0)
     resident = room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes
     if not job.overlap:
         return _fixed({"host": 1.0}, need, room, rates, overlap=False)
-    staging = NUM_SLOTS * state_bytes(min(DEFAULT_CHUNK, need.num_params), states, job.dtype_bytes)
+    chunk = min(_chunk(job, rates.link_bytes_per_s, states), need.num_params)
+    staging = NUM_SLOTS * state_bytes(chunk, states, job.dtype_bytes)
     smaller = Room(room.gpu_bytes - staging, room.host_bytes)
     if job.homes:
         return _fixed(dict(job.homes), need, smaller if dict(job.homes).get("stream") else room, rates, overlap=True)
