@@ -89,6 +89,8 @@ class BenchArgs(RecipeArgs):
     """Modes of DeepSpeed."""
     peer_ratio: str = "0.3"
     """Shares of its state that DeepSpeed offloads, such as 0.3,0.8."""
+    timeline: bool = False
+    """Also write timeline.jsonl: when each lane was busy in three steps of each row of ours."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +320,7 @@ def bench(words: list[str]) -> int:
     from penstock.report.console import Console
 
     console = Console(json=args.json)
-    asked = Asked(steps=args.steps, timeout_s=args.timeout, peer_ratios=ratios, **chosen)
+    asked = Asked(steps=args.steps, timeout_s=args.timeout, peer_ratios=ratios, timeline=args.timeline, **chosen)
     report = run(args.recipe, asked, to=args.to, say=console.say)
     if args.json:
         rows = [dataclasses.asdict(row) for row in report.rows]

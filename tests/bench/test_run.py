@@ -1,6 +1,7 @@
 """The benchmark on tiny models: what it counts, what it varies, what a row says."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -131,3 +132,13 @@ def test_a_recipe_of_ours_that_fails_is_a_row_too(tmp_path, monkeypatch):
     rows = bench(TINY, Asked(steps=1), to=str(tmp_path), say=lambda _: None).rows
     assert [row.error for row in rows] == ["", *["optimizer state needs 999 GiB"] * 2]
     assert "999 GiB" in (tmp_path / "table.txt").read_text()
+
+
+def test_a_timeline_has_every_lane_of_every_row(tmp_path):
+    recipe = dataclasses.replace(TINY, homes="gpu=0.4,stream=0.3,host=0.3")
+    bench(recipe, Asked(steps=1, timeline=True), to=str(tmp_path), say=lambda _: None)
+    lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert [line["schedule"] for line in lines] == ["after-norm", "in-backward"]
+    for line in lines:
+        assert {"in", "update", "out", "cpu", "forward", "backward", "wait"} <= {lane for lane, _, _ in line["spans"]}
+        assert all(start <= end for _, start, end in line["spans"])

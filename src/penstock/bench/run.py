@@ -30,10 +30,12 @@ from penstock.hardware import describe, pick_device, pick_dtype
 from penstock.model.flops import flops_per_token
 from penstock.model.load import load_config, load_model
 from penstock.offload.ceilings import Ceilings, measure_ceilings
+from penstock.offload.lanes import Span
 from penstock.offload.timing import median_seconds
 from penstock.recipe import Recipe
 
 Say = Callable[[str], None]
+STEPS_ON_TAPE = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Asked:
     peer_modes: Sequence[str] = ("superoffload", "zerooffload")
     peer_ratios: Sequence[float] = (0.3,)
     timeout_s: float = 600.0
+    timeline: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +86,8 @@ def bench(recipe: Recipe, asked: Asked, *, to: str, say: Say) -> Report:
     say(f"building {recipe.model} with random weights")
     model = load_model(recipe, config, device, say)
     case = Case(recipe, device, ceilings.matrix_flops_per_s / 1e12, flops_of_step(model, recipe))
+    if asked.timeline:
+        case = dataclasses.replace(case, timeline=results.directory / "timeline.jsonl")
     for row in our_rows(case, model, wanted, asked.steps, say):
         found(row)
         case = dataclasses.replace(case, floor_s=row.floor_s)
@@ -140,6 +145,8 @@ class Case:
     matrix_tflops: float
     flops: float
     floor_s: float | None = None
+    timeline: Path | None = None
+    """File for the spans of two steps of each of our rows."""
 
     def row(self, system: str, step_s: float | None, **more: Any) -> Row:
         """A result, or what went wrong; `more` are fields of the row that differ from a floor's."""
@@ -224,7 +231,9 @@ def _our_row(
     engine: NativeEngine | None = None
     try:
         engine = NativeEngine(model, recipe, lambda text: say(f"  {text}"))
-        step_s, gradients, lanes = _time_steps(engine, recipe, batches, steps)
+        step_s, gradients, spans = _time_steps(engine, recipe, batches, steps)
+        if case.timeline is not None:
+            _write_timeline(case.timeline, {"model": recipe.name, **asked, "compiled": recipe.compile}, spans)
         state = engine.optimizer.state_bytes()
         memory = Memory(
             weights=sum(p.nbytes for p in model.parameters()),
@@ -235,7 +244,7 @@ def _our_row(
             activations=activations,
         )
         homes = engine.optimizer.describe()
-        return case.row("penstock", step_s, **asked, homes=homes, memory=memory, lanes=lanes)
+        return case.row("penstock", step_s, **asked, homes=homes, memory=memory, lanes=busy_seconds(spans))
     except (UserError, torch.OutOfMemoryError) as error:
         text = "out of GPU memory" if isinstance(error, torch.OutOfMemoryError) else str(error).splitlines()[0]
         return case.row("penstock", None, **asked, error=text)
@@ -245,19 +254,20 @@ def _our_row(
         model.zero_grad()
 
 
-def lane_report(engine: NativeEngine, step: Callable[[], object]) -> dict[str, float]:
-    """Busy seconds of a step by lane. `wait` is how long the model stood still for an update."""
-    tape, steps = engine.optimizer.tape, 2
-    tape.start()
-    for _ in range(steps):
-        step()
-    engine.optimizer.synchronize()
+def busy_seconds(spans: Sequence[Span]) -> dict[str, float]:
+    """Busy seconds of a step by lane. `wait`: how long the model stood still for updates; the first step has none."""
     busy: dict[str, float] = {}
-    for span in tape.stop():
-        if span.lane in ("forward", "backward"):  # the model's own arithmetic is the floor
-            continue
-        busy[span.lane] = busy.get(span.lane, 0.0) + (span.end - span.start) / steps
+    for span in spans:
+        if span.lane not in ("forward", "backward"):  # the model's own arithmetic is the floor
+            steps = STEPS_ON_TAPE - (span.lane == "wait")
+            busy[span.lane] = busy.get(span.lane, 0.0) + (span.end - span.start) / steps
     return dict(sorted(busy.items()))
+
+
+def _write_timeline(path: Path, about: dict[str, Any], spans: Sequence[Span]) -> None:
+    rounded = [(span.lane, round(span.start, 6), round(span.end, 6)) for span in spans]
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**about, "spans": rounded}) + "\n")
 
 
 def peer_row(case: Case, peer: Peer, asked: Asked, directory: Path) -> Row:
@@ -303,8 +313,8 @@ def _time_floor(packed: PackedModel, batches: list[MicroBatch], steps: int) -> f
 
 def _time_steps(
     engine: NativeEngine, recipe: Recipe, batches: list[MicroBatch], steps: int
-) -> tuple[float, int, dict[str, float]]:
-    """Seconds of a step, the most bytes of gradients that were there between its parts, and the lanes' seconds."""
+) -> tuple[float, int, list[Span]]:
+    """Seconds of a step, the most bytes of gradients that were there between its parts, and what two more steps did."""
     trained = sum(batch.num_trained for batch in batches)
     gradients = 0
 
@@ -317,7 +327,12 @@ def _time_steps(
         engine.step()
 
     seconds = median_seconds(step, engine.packed.device, steps)
-    return seconds, gradients, lane_report(engine, step)
+    engine.optimizer.synchronize()  # or the first step on the tape would wait for updates that are not on it
+    engine.optimizer.tape.start()
+    for _ in range(STEPS_ON_TAPE):
+        step()
+    engine.optimizer.synchronize()
+    return seconds, gradients, engine.optimizer.tape.stop()
 
 
 def flops_of_step(model: PreTrainedModel, recipe: Recipe) -> float:
