@@ -74,6 +74,8 @@ class Row:
     homes: str = ""
     memory: Memory | None = None
     lanes: dict[str, float] = dataclasses.field(default_factory=dict)
+    retries: int = 0
+    """How often torch's allocator found no memory and waited for the device to get some back, in all steps."""
     """Busy seconds of a step by lane, and what was exposed."""
 
 
@@ -186,5 +188,7 @@ def _details(row: Row) -> Iterable[str]:
     if row.memory is not None:
         parts = {k.replace("_", " "): v for k, v in dataclasses.asdict(row.memory).items() if v is not None}
         yield f"  memory, {name}: " + ", ".join(f"{place} {size / 1e9:.2f} GB" for place, size in parts.items())
+    if row.retries:
+        yield f"  memory, {name}: too little to run ahead, the allocator waited for the device {row.retries} times"
     if row.lanes:
         yield f"  lanes, {name}: " + ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in row.lanes.items())

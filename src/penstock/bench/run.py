@@ -231,7 +231,9 @@ def _our_row(
     engine: NativeEngine | None = None
     try:
         engine = NativeEngine(model, recipe, lambda text: say(f"  {text}"))
+        before = _alloc_retries(case.device)
         step_s, gradients, spans = _time_steps(engine, recipe, batches, steps)
+        retries = _alloc_retries(case.device) - before
         if case.timeline is not None:
             _write_timeline(case.timeline, {"model": recipe.name, **asked, "compiled": recipe.compile}, spans)
         state = engine.optimizer.state_bytes()
@@ -244,7 +246,9 @@ def _our_row(
             activations=activations,
         )
         homes = engine.optimizer.describe()
-        return case.row("penstock", step_s, **asked, homes=homes, memory=memory, lanes=busy_seconds(spans))
+        return case.row(
+            "penstock", step_s, **asked, homes=homes, memory=memory, lanes=busy_seconds(spans), retries=retries
+        )
     except (UserError, torch.OutOfMemoryError) as error:
         text = "out of GPU memory" if isinstance(error, torch.OutOfMemoryError) else str(error).splitlines()[0]
         return case.row("penstock", None, **asked, error=text)
@@ -252,6 +256,10 @@ def _our_row(
         if engine is not None:
             engine.release()
         model.zero_grad()
+
+
+def _alloc_retries(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
 def busy_seconds(spans: Sequence[Span]) -> dict[str, float]:
