@@ -52,7 +52,7 @@ def build(architecture, device="cpu", dtype=torch.bfloat16):
 def allocated(optimizer, model):
     """What is really there, by the names of the layout."""
     found = {"weights": sum(p.nbytes for p in model.parameters()), "norm": optimizer._norm._sums.nbytes}
-    for home, _ in optimizer._homes:
+    for home, _ in optimizer._housing.homes:
         if isinstance(home, ResidentHome):
             found["resident state"] = sum(state.nbytes for state in home._state.values())
         elif isinstance(home, StreamHome):

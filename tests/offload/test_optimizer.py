@@ -197,7 +197,7 @@ def test_without_the_remainder_a_small_learning_rate_moves_nothing():
         loss_of(model, ids).backward()
         optimizer.step()
         optimizer.synchronize()
-        for home, chunks in optimizer._homes:
+        for home, chunks in optimizer._housing.homes:
             for chunk in chunks:
                 chunk.view(home.state(chunk)).remainder.zero_()
         optimizer.zero_grad()

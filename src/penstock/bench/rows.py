@@ -74,9 +74,9 @@ class Row:
     homes: str = ""
     memory: Memory | None = None
     lanes: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Busy seconds of a step by lane, and what was exposed."""
     retries: int = 0
     """How often torch's allocator found no memory and waited for the device to get some back, in all steps."""
-    """Busy seconds of a step by lane, and what was exposed."""
 
 
 def row_of(values: dict[str, Any]) -> Row:

@@ -27,17 +27,17 @@ from torch.distributed.tensor import DTensor
 
 from penstock.errors import RecipeError
 from penstock.hardware import near_cores
-from penstock.layout import DEFAULT_CHUNK, STREAM_QUEUE, HomeName
+from penstock.layout import DEFAULT_CHUNK, HomeName
 from penstock.offload.auto import choose_homes, need_of
 from penstock.offload.formats import StateName, StateView, format_named
-from penstock.offload.homes import Chunk, Coefficients, Home, HostHome, ResidentHome, StreamHome, Update
+from penstock.offload.homes import Coefficients, HostHome, Update
+from penstock.offload.housing import Housing
 from penstock.offload.kernels import GO, split
 from penstock.offload.lanes import Mark, Tape, ToHost, main_mark, main_waits
 from penstock.offload.norm import Norm, Scalars, clip
 from penstock.offload.saved import check_format, read_state, write_state
-from penstock.offload.shards import check_blocks, gather_waits, group_of, local, local_start
+from penstock.offload.shards import check_blocks, gather_waits, group_of, local
 from penstock.offload.units import Unit, find_units
-from penstock.plan.deal import deal
 
 Schedule = Literal["after-norm", "in-backward"]
 
@@ -132,10 +132,19 @@ class OffloadAdamW(torch.optim.Optimizer):
                 need, self._device, self.states, cores=self._cores, ranks_here=ranks_here
             )
             homes, chunk_size = cast(dict[HomeName, float], placement.fractions()), chunk_size or suitable
-        chunk_size = self.states.whole_blocks(chunk_size or DEFAULT_CHUNK)
-        self._assign(homes if isinstance(homes, Mapping) else {homes: 1.0}, chunk_size)
-        self._start_from(rounded_off)
-        self._fresh = all(remainder is None for remainder in rounded_off)  # state is zero, masters are the weights
+        self._housing = Housing(
+            self._parameters,
+            [index for unit in self._units for index in unit.parameters],
+            self.states,
+            homes if isinstance(homes, Mapping) else {homes: 1.0},
+            self.states.whole_blocks(chunk_size or DEFAULT_CHUNK),
+            self.tape,
+            in_backward=self.schedule == "in-backward",
+            near=self._near,
+            cores=self._cores,
+        )
+        self._housing.start_from(rounded_off)
+        self._fresh = not rounded_off  # state is zero, masters are the weights
         self._hold_updates = False  # inside accumulate()
         self._passes = [0] * len(self._parameters)  # gradients that came in this step, by parameter
         self._open = False  # a step has begun: its first gradient is final
@@ -159,47 +168,16 @@ class OffloadAdamW(torch.optim.Optimizer):
                     remedy="OffloadAdamW takes contiguous bf16 and fp32 parameters that are all on one device.",
                 )
 
-    def _cut(self, index: int, chunk_size: int) -> list[Chunk]:
-        p, offset = self._parameters[index], local_start(self._parameters[index])
-        size = local(p).numel()
-        starts = range(0, size, chunk_size)
-        return [Chunk(index, start, min(chunk_size, size - start), p.dtype, self.states, offset) for start in starts]
-
-    def _assign(self, shares: Mapping[HomeName, float], chunk_size: int) -> None:
-        """Cut parameters into chunks, make the homes, and say which chunk lives where."""
-        dealt = deal([self._cut(i, chunk_size) for unit in self._units for i in unit.parameters], shares)
-        most_waiting = STREAM_QUEUE if self.schedule == "in-backward" else 0
-        homes: dict[HomeName, Callable[[list[Chunk]], Home]] = {
-            "gpu": lambda c: ResidentHome(c, self._device, self.tape),
-            "stream": lambda c: StreamHome(c, self._device, self.tape, cores=self._near, most_waiting=most_waiting),
-            "host": lambda c: HostHome(c, self._device, self.tape, cores=self._cores),
-        }
-        self._homes = [(homes[name](chunks), chunks) for name, chunks in dealt.items() if chunks]
-        self._home_of = {chunk: home for home, chunks in self._homes for chunk in chunks}
-        self._chunks: list[list[Chunk]] = [[] for _ in self._parameters]
-        for chunk in sorted(self._home_of, key=lambda chunk: chunk.start):
-            self._chunks[chunk.parameter].append(chunk)
-
     @torch.no_grad()
-    def _round_to(self, dtype: torch.dtype | None, known: Mapping[nn.Parameter, Tensor]) -> list[Tensor | None]:
+    def _round_to(self, dtype: torch.dtype | None, known: Mapping[nn.Parameter, Tensor]) -> dict[int, Tensor]:
         """Round fp32 weights to bf16 if asked; the remainders keep the precision that the weights lose."""
-        remainders: list[Tensor | None] = [known.get(p) for p in self._parameters]
+        remainders = {index: known[p] for index, p in enumerate(self._parameters) if p in known}
         for index, p in enumerate(self._parameters):
             if dtype is torch.bfloat16 and p.dtype is torch.float32:
                 assert not isinstance(p, DTensor), "FSDP2 has set itself up for the type of a parameter: round before"
                 weight, remainders[index] = split(p.detach().view(-1))
                 p.data = weight.view(p.shape)
         return remainders
-
-    @torch.no_grad()
-    def _start_from(self, remainders: list[Tensor | None]) -> None:
-        """Every home learns the weights it starts from."""
-        for chunks, p, remainder in zip(self._chunks, self._parameters, remainders, strict=True):
-            for chunk in chunks:
-                home = self._home_of[chunk]
-                home.weight_was_set(chunk, chunk.of(local(p).view(-1)))
-                if remainder is not None:
-                    chunk.view(home.state(chunk)).remainder.copy_(chunk.of(remainder))
 
     def _attach(self, model: nn.Module) -> None:
         """Hooks: a unit's forward waits for its update; a final gradient is taken; state_dict waits for everything."""
@@ -302,8 +280,9 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _send_down(self, index: int, flat: Tensor) -> None:
         """Start gradients of host chunks on their way; free the whole gradient if all of it goes."""
-        homes = [self._home_of[chunk] for chunk in self._chunks[index]]
-        for chunk, home in zip(self._chunks[index], homes, strict=True):
+        chunks = self._housing.chunks[index]
+        homes = [self._housing.home_of[chunk] for chunk in chunks]
+        for chunk, home in zip(chunks, homes, strict=True):
             home.gradient_final(chunk, chunk.of(flat))
         if self._device.type == "cuda" and all(isinstance(home, HostHome) for home in homes):
             self._sent.add(index)
@@ -352,19 +331,19 @@ class OffloadAdamW(torch.optim.Optimizer):
             collected.clear()
 
     def _update_unit(self, unit: Unit, rows: list[Coefficients]) -> None:
-        ready = main_mark(self._device)
+        ready, home_of = main_mark(self._device), self._housing.home_of
         for index in unit.parameters:
             flat = self._final.pop(index, None)
             if flat is None and index not in self._sent:
                 continue  # no gradient in this step: the parameter stays, as in torch
             if flat is not None and not (self._overlap and self.schedule == "after-norm"):
-                for chunk in self._chunks[index]:
-                    self._home_of[chunk].gradient_final(chunk, chunk.of(flat))
+                for chunk in self._housing.chunks[index]:
+                    home_of[chunk].gradient_final(chunk, chunk.of(flat))
             weight = local(self._parameters[index]).view(-1)
-            for chunk in self._chunks[index]:
+            for chunk in self._housing.chunks[index]:
                 part = None if flat is None else chunk.of(flat)
                 update = Update(chunk, chunk.of(weight), part, rows[self._group_of[index]], ready)
-                unit.updates.append(self._home_of[chunk].update(update))
+                unit.updates.append(home_of[chunk].update(update))
             if self.schedule == "in-backward":
                 self._parameters[index].grad = None
 
@@ -394,18 +373,11 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of state by home."""
-        return {home.name: sum(c.state_bytes for c in chunks) for home, chunks in self._homes}
+        return self._housing.num_bytes(range(len(self._parameters)))
 
     def unit_bytes(self) -> list[tuple[nn.Module, dict[str, int]]]:
         """Bytes of state by home, for every unit."""
-        found: list[tuple[nn.Module, dict[str, int]]] = []
-        for unit in self._units:
-            homes: dict[str, int] = {}
-            for chunk in (chunk for index in unit.parameters for chunk in self._chunks[index]):
-                name = self._home_of[chunk].name
-                homes[name] = homes.get(name, 0) + chunk.state_bytes
-            found.append((unit.module, homes))
-        return found
+        return [(unit.module, self._housing.num_bytes(unit.parameters)) for unit in self._units]
 
     def describe(self) -> str:
         """Where state lives, in words."""
@@ -433,24 +405,17 @@ class OffloadAdamW(torch.optim.Optimizer):
         Of parameters that are sharded it holds this rank's part; `state.py` has the whole for any number of ranks.
         """
         self.synchronize()
-        parts = zip(self._parameters, self._chunks, strict=True)
-        entries = [] if self._fresh else [read_state(p, self._where(chunks)) for p, chunks in parts]
+        states = self._housing.states
+        entries = [] if self._fresh else [read_state(p, list(states(i))) for i, p in enumerate(self._parameters)]
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         scalars = {"steps": self._scalars.steps.cpu(), "powers": self._scalars.powers.cpu()}
         return {"state": entries, "param_groups": groups, **scalars}
 
-    def _where(self, chunks: list[Chunk]) -> list[tuple[Chunk, Tensor]]:
-        return [(chunk, self._home_of[chunk].state(chunk)) for chunk in chunks]
-
-    @torch.no_grad()
     def _weights_were_set(self) -> None:
         """Someone loaded weights into the model: they are the masters now, and what was rounded off before is void."""
         self.synchronize()
-        for chunks, p in zip(self._chunks, self._parameters, strict=True):
-            if p.dtype is torch.bfloat16:
-                for chunk in chunks:
-                    chunk.view(self._home_of[chunk].state(chunk)).remainder.zero_()
-        self._start_from([None] * len(self._parameters))
+        self._housing.forget_remainders()
+        self._housing.start_from()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -463,20 +428,18 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._scalars.powers = state_dict["powers"].to(self._device)
         self._forget_step()
         if state_dict["state"]:
-            for p, chunks, entry in zip(self._parameters, self._chunks, state_dict["state"], strict=True):
-                write_state(p, self._where(chunks), entry)
+            for (index, p), entry in zip(enumerate(self._parameters), state_dict["state"], strict=True):
+                write_state(p, list(self._housing.states(index)), entry)
         elif not self._fresh:
-            for home, chunks in self._homes:
-                for chunk in chunks:
-                    home.state(chunk).zero_()
+            self._housing.clear()
         self._fresh = not state_dict["state"]
-        self._start_from([None] * len(self._parameters))
+        self._housing.start_from()
 
     def chunk_states(self) -> Iterator[tuple[nn.Parameter, list[StateView]]]:
         """Every parameter and the states of its chunks in order, where they lie (see `state.py`)."""
         self.synchronize()
-        for p, chunks in zip(self._parameters, self._chunks, strict=True):
-            yield p, [chunk.view(self._home_of[chunk].state(chunk)) for chunk in chunks]
+        for index, p in enumerate(self._parameters):
+            yield p, [chunk.view(state) for chunk, state in self._housing.states(index)]
 
     def scalar_state(self) -> dict[str, Tensor]:
         """Count of steps taken and powers of the betas, on the device."""
@@ -487,12 +450,11 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Weights and state were written where they lie: let every home see the weights, and begin a new step."""
         self._forget_step()
         self._fresh = False
-        self._start_from([None] * len(self._parameters))
+        self._housing.start_from()
 
     def close(self) -> None:
         """Give back state, arenas and threads, and let go of the model; its weights stay."""
         self.synchronize()
         for hook in self._hooks:
             hook.remove()
-        for home, _ in self._homes:
-            home.close()
+        self._housing.close()
