@@ -103,6 +103,16 @@ def test_rows_are_padded_only_to_the_longest_of_the_micro_batch(make):
     assert all(b.num_tokens == b.input_ids.numel() for b in itertools.chain.from_iterable(steps(data.train)))
 
 
+def test_compiled_layers_get_one_shape(make):
+    plain, fixed = (make(n=11, batch_size=4, micro_batch_size=3, compile=on).train for on in (False, True))
+    for a, b in zip(plain, fixed, strict=True):
+        assert b.input_ids.shape == (3, 256)
+        assert (a.num_tokens, a.num_trained) == (b.num_tokens, b.num_trained)
+        assert torch.equal(a.targets, b.targets)
+        assert torch.equal(a.input_ids.flatten()[a.target_index], b.input_ids.flatten()[b.target_index])
+        assert b.boundaries[-1] == 3 * 256
+
+
 def test_packed_rows_respect_max_length(make):
     data = make(max_length=128)
     lengths = [b.input_ids.shape[1] for b in itertools.chain.from_iterable(steps(data.train))]

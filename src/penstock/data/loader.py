@@ -81,10 +81,22 @@ class Loader:
     """Rows of examples, in the order of each epoch."""
 
     def __init__(
-        self, store: Store, packing: Packing, *, batch_size: int, rows_at_once: int, pad_id: int, seed: int | None
+        self,
+        store: Store,
+        packing: Packing,
+        *,
+        batch_size: int,
+        rows_at_once: int,
+        pad_id: int,
+        seed: int | None,
+        fixed_length: int = 0,
     ) -> None:
-        """Without a seed, rows come in their own order in every epoch."""
-        self.store, self.packing = store, packing
+        """Without a seed, rows come in their own order in every epoch.
+
+        With `fixed_length` every micro-batch has the same shape, as compiled layers want it: rows of that length, and
+        empty rows where there are too few. Without, rows are as long as the longest of their micro-batch.
+        """
+        self.store, self.packing, self._fixed_length = store, packing, fixed_length
         self._batch_size, self._rows_at_once, self._pad_id, self._seed = batch_size, rows_at_once, pad_id, seed
         self._order = (-1, np.empty(0, dtype=np.int64))
 
@@ -152,14 +164,14 @@ class Loader:
         return self._order[1]
 
     def _micro_batch(self, rows: Ints) -> MicroBatch:
-        store, num_rows = self.store, max(1, len(rows))
+        store, num_rows = self.store, self._rows_at_once if self._fixed_length else max(1, len(rows))
         in_row = [self.packing.row(r) for r in rows]
         examples = np.concatenate([*in_row, np.empty(0, dtype=np.int64)])
         row = np.repeat(np.arange(len(rows)), [len(e) for e in in_row])
         lengths = store.lengths[examples]
         starts = np.cumsum(lengths) - lengths  # of the examples, if they lay one after another without padding
         row_lengths = np.bincount(row, weights=lengths, minlength=num_rows).astype(np.int64)
-        length = max(1, int(row_lengths.max()))
+        length = self._fixed_length or max(1, int(row_lengths.max()))
         starts_in_batch = starts + row * length - (np.cumsum(row_lengths) - row_lengths)[row]
         place = np.arange(lengths.sum()) - np.repeat(starts, lengths)  # of every token in its example
         target = np.repeat(starts_in_batch, lengths) + place
@@ -215,7 +227,9 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int,
     elif recipe.validation:
         chosen, held_out = _hold_out(chosen, recipe)
     sizes = {"batch_size": recipe.batch_size, "rows_at_once": recipe.rows_at_once, "pad_id": pad_id(tokenizer)}
-    train = Loader(store, _pack(store, chosen, recipe), **sizes, seed=recipe.seed if recipe.shuffle else None)
+    seed = recipe.seed if recipe.shuffle else None
+    fixed_length = recipe.max_length if recipe.compile else 0
+    train = Loader(store, _pack(store, chosen, recipe), **sizes, seed=seed, fixed_length=fixed_length)
     evaluation = None
     if len(held_out):
         packing = one_a_row(held_out)
