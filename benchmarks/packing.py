@@ -2,8 +2,8 @@
 
     OUT=out python benchmarks/packing.py DATA TOKENIZER RECIPE [FIELD=VALUE]...
 
-Padding to the full length is how the reference prepares its data; it also computes the loss of the padding. Both ways run
-the same rows at once through the same engine, and only tokens of responses count. Appends a row to $OUT/packing.jsonl.
+Padding to the full length is how the reference prepares its data; it also computes the loss of the padding. Both ways
+run the same rows at once through the same engine, and only tokens of responses count. Appends to $OUT/packing.jsonl.
 """
 
 import dataclasses
