@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs the GPU: tests marked gpu, the host side, and `penstock bench`. Results and logs go to $OUT.
-# Usage: OUT=out benchmarks/h200.sh [tests | host | curves | "[SECONDS] RECIPE [FLAGS]"]...
-# Each job has a time limit of its own; for a bench it is SECONDS, or 560.
+# Usage: OUT=out benchmarks/h200.sh [tests | host | curves | "SCRIPT.py ARGUMENTS" | "[SECONDS] RECIPE [FLAGS]"]...
+# Each job has a time limit of its own; for a bench it is SECONDS, or 560; for a script of this directory 200.
 #   OUT=out benchmarks/h200.sh host "300 llama-8b --micro-batch-size 1 --recompute none" \
 #     "560 llama-8b --against deepspeed,torchao,flashoptim --timeout 150 --steps 4"
 #
@@ -12,6 +12,7 @@
 set -u
 cd "$(dirname "$0")/.."
 : "${OUT:=out}"
+export OUT
 mkdir -p "$OUT"
 export PATH="$PWD/build/pkgs/bin:$PATH"  # DeepSpeed compiles its CPU Adam with ninja
 export PYTHONPATH=src:build/pkgs PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True HF_HUB_OFFLINE=1
@@ -30,6 +31,7 @@ for job in "$@"; do
     tests) timeout 300 python3 -m pytest -q -m gpu -p no:cacheprovider tests/offload tests/model tests/bench > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
     curves) timeout 300 python3 benchmarks/curves.py measure "$OUT" > "$OUT/curves.log" 2>&1; tail -n 20 "$OUT/curves.log" ;;
     host) timeout 120 python3 benchmarks/host.py > "$OUT/host.log" 2>&1; tail -n 3 "$OUT/host.log" ;;
+    *.py\ *) timeout 200 python3 benchmarks/$job > "$OUT/${job%%.py*}.log" 2>&1; echo "exit $?"; tail -n 24 "$OUT/${job%%.py*}.log" ;;
     *) limit=560
       case $job in [0-9]*) limit=${job%% *} job=${job#* } ;; esac
       timeout -k 10 "$limit" python3 -m penstock bench $job --to "$OUT" >> "$OUT/bench.log" 2>&1
