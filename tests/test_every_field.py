@@ -31,6 +31,13 @@ CHANGES = {
     "homes": {"homes": "stream=0.5,host=0.5"},
     "update": {"update": "in-backward"},
     "cpu_adam_cores": {"cpu_adam_cores": 1.0},
+    "engine": None,
+    "offload_ratio": None,
+    "bucket_size": None,
+    "param_offload": None,
+    "nvme_path": None,
+    "bind_cores": None,
+    "deepspeed_config": None,
     "data": {"data": "FILE"},
     "data_split": None,
     "data_format": {"data_format": "text"},
@@ -101,6 +108,13 @@ ELSEWHERE = {
     "eval_split": "tests/data/test_loader.py",
     "device": "tests/test_hardware.py",
     "skip_limit": "tests/test_train.py",
+    "engine": "tests/engine/test_deepspeed.py",
+    "offload_ratio": "tests/engine/test_deepspeed_config.py",
+    "bucket_size": "tests/engine/test_deepspeed_config.py",
+    "param_offload": "tests/engine/test_deepspeed_config.py",
+    "nvme_path": "tests/engine/test_deepspeed_config.py",
+    "bind_cores": "tests/engine/test_deepspeed_start.py",
+    "deepspeed_config": "tests/engine/test_deepspeed_config.py",
 }
 
 

@@ -170,6 +170,7 @@ def train(words: list[str]) -> int:
     """Fine-tune a model: penstock train [RECIPE] [--flags]."""
     args = _parse_with_recipe(TrainArgs, "train", _with_value(words, "--resume", "newest"))
     _quiet_libraries(args.debug)
+    from penstock.engine.ranks import find_world
     from penstock.report.console import Console
     from penstock.report.metrics import to_json
     from penstock.train import dry_run
@@ -183,6 +184,8 @@ def train(words: list[str]) -> int:
             print(json.dumps({"recipe": to_dict(args.recipe), **dataclasses.asdict(outlook)}))
         return 0
     summary = run(args.recipe, console, resume=args.resume, **start)
+    if not find_world().first:
+        return 0
     if args.json:
         print(to_json(summary))
     else:

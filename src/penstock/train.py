@@ -6,7 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +33,10 @@ from penstock.checkpoint.resume import (
 from penstock.checkpoint.run_dir import CHECKPOINTS, check_room, check_run_dir, make_run_dir
 from penstock.data.loader import Dataset, Position, prepare
 from penstock.engine import Engine
+from penstock.engine.deepspeed import DeepSpeedEngine
+from penstock.engine.deepspeed_start import can_save, check_deepspeed, load_device
 from penstock.engine.native import NativeEngine
+from penstock.engine.ranks import find_world
 from penstock.errors import Diverged, DoesNotFit, Interrupted
 from penstock.generate import answer
 from penstock.hardware import describe, pick_device, pick_dtype
@@ -48,10 +51,14 @@ def train(
 ) -> Summary:
     """Run the recipe and return what `penstock train` prints. `resume`: nothing, `newest`, or a path."""
     run_dir, own = recipe.run_dir, goes_on_in(recipe.run_dir, resume)
-    check_run_dir(run_dir, overwrite=overwrite or own)
-    with claim(run_dir):
+    first = find_world().first
+    if first:
+        check_run_dir(run_dir, overwrite=overwrite or own)
+    else:
+        console = Console(quiet=True)  # every rank would say the same
+    with claim(run_dir) if first else nullcontext():
         saved = find_start(run_dir, resume, overwrite=overwrite)
-        run = prepare_run(recipe, console)
+        run = prepare_run(recipe, console, resume=bool(resume))
         recipe = run.recipe
         if saved:
             check_same_run(saved, recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
@@ -60,21 +67,23 @@ def train(
         elif resume:
             console.say(f"There is no checkpoint in {run_dir} yet: beginning with step 1")
         with console.phase(f"Loading {recipe.model}"), memory_advice(recipe):
-            model = load_model(recipe, run.config, run.device, console.say)
+            model = load_model(recipe, run.config, load_device(recipe, run.device), console.say)
             stop_at(model, end_tokens(run))
             fingerprint = model_fingerprint(model, values=recipe.init == "pretrained")
             if saved:
                 check_same_model(saved, fingerprint, anyway=resume_anyway)
             num_params = sum(p.numel() for p in model.parameters())
             console.say(f"  {num_params / 1e6:,.1f} M parameters on {describe(run.device)}")
-            engine = NativeEngine(model, recipe, lambda text: console.say(f"  {text}"))
+            before = answer_before(model, run, saved) if first else ""  # the engine may cut the weights among ranks
+            kind = DeepSpeedEngine if recipe.engine == "deepspeed" else NativeEngine
+            engine: Engine = kind(model, recipe, lambda text: console.say(f"  {text}"))
         first_step = saved.step + 1 if saved else 1
         check_disk(run, engine, first_step)
-        before = answer_before(model, run, saved)
 
-        make_run_dir(recipe, keep_checkpoints=saved is not None and own)
+        if first:
+            make_run_dir(recipe, keep_checkpoints=saved is not None and own)
         progress = Progress(recipe, run.total_steps, console)
-        metrics = Metrics(run_dir, on_row=progress.row)
+        metrics = Metrics(run_dir, on_row=progress.row, write=first)
         if saved:
             with console.phase(f"Taking up the run after step {saved.step:,}"):
                 metrics.restore(saved_metrics(saved))
@@ -92,12 +101,12 @@ def train(
                 run_steps(run, engine, metrics, stop, save, first_step, place_in(run.data, saved))
             engine.release()
             cut_off = metrics.rows[-1].step < run.total_steps
-            if not cut_off or not recipe.keep:
+            if first and (not cut_off or not recipe.keep):
                 with console.phase(f"Exporting to {model_dir}"):
                     export(model, run.tokenizer, model_dir, trust_remote_code=recipe.trust_remote_code)
         if cut_off:
             raise interrupted(recipe, stop, metrics.rows[-1].step, run.total_steps)
-        after = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt else ""
+        after = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt and first else ""
         dialogue = Answer(recipe.prompt, before, after) if recipe.prompt else None
         return summarize(metrics, model_dir, run_dir, dialogue)
 
@@ -105,10 +114,14 @@ def train(
 def check_disk(run: Run, engine: Engine, first_step: int) -> None:
     """Before the first step, see that there is room for all that the run will write."""
     sizes = {group: sum(t.num_bytes for t in tensors) for group, tensors in engine.saved_tensors().items()}
+    world = find_world()
+    checkpoint_bytes = int(world.total(torch.tensor(sum(sizes.values()))))
+    if not world.first:
+        return
     steps, every = max(0, run.total_steps - first_step + 1), run.recipe.save_every
     check_room(
         run.recipe.run_dir,
-        checkpoint_bytes=sum(sizes.values()),
+        checkpoint_bytes=checkpoint_bytes,
         num_saves=(steps // every if every else 0) + 1 if steps else 0,
         keep=run.recipe.keep,
         export_bytes=sizes["weights"],
@@ -152,9 +165,12 @@ class Run:
     total_steps: int
 
 
-def prepare_run(recipe: Recipe, console: Console) -> Run:
+def prepare_run(recipe: Recipe, console: Console, *, resume: bool = False) -> Run:
     """Everything that can be wrong without loading a weight is found here."""
     device = pick_device(recipe.device)
+    if warning := check_deepspeed(recipe, device, resume=resume):
+        console.say(f"WARNING: {warning}")
+    recipe = replace(recipe, keep=recipe.keep if can_save(recipe) else 0)
     recipe = replace(recipe, dtype=pick_dtype(recipe.dtype, device))
     make_repeatable(recipe)
     config, tokenizer = load_config(recipe), load_tokenizer(recipe)
@@ -186,7 +202,7 @@ def dry_run(
     console.say(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True).rstrip())
     check_run_dir(recipe.run_dir, overwrite=overwrite or goes_on_in(recipe.run_dir, resume))
     saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
-    run = prepare_run(recipe, console)
+    run = prepare_run(recipe, console, resume=bool(resume))
     if saved:
         check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
         verify_saved(saved, console.say)
@@ -239,16 +255,20 @@ def run_steps(
     position: Position,
 ) -> None:
     """The loop. It ends after the last step, or after the step in which a signal came, and saves then."""
-    recipe = run.recipe
+    recipe, world = run.recipe, find_world()
     metrics.start_clock()
     for step in range(first_step, run.total_steps + 1):
-        batches, position = run.data.train.step_at(position)
-        trained = sum(batch.num_trained for batch in batches)
+        batches, position = run.data.train.step_at(position, world.rank, world.size)
+        counted = torch.tensor([[batch.num_tokens, batch.num_trained] for batch in batches]).sum(0)
+        tokens, trained = world.total(counted).tolist()
         lr = lr_at(recipe, step, run.total_steps)
         engine.begin(lr)
         for number, batch in enumerate(batches, start=1):
             engine.accumulate(batch, trained, last=number == len(batches))
-        metrics.add(StepFacts(step, lr, sum(batch.num_tokens for batch in batches), trained), engine.step())
+        metrics.add(StepFacts(step, lr, tokens, trained), engine.step())
+        stop.number = world.largest(
+            stop.number
+        )  # a signal reaches ranks at different times, and all must stop together
         last = step == run.total_steps
         if run.data.evaluation and (last or (recipe.eval_every and step % recipe.eval_every == 0)):
             metrics.settle()

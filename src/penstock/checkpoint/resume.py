@@ -34,8 +34,10 @@ from penstock.checkpoint.store import (
     save,
     verify,
 )
+from penstock.checkpoint.together import save_together
 from penstock.data.loader import Position
 from penstock.engine import Engine
+from penstock.engine.ranks import find_world
 from penstock.errors import CheckpointError, DoesNotFit, OutputError
 from penstock.recipe import FIELDS, Recipe, to_dict
 
@@ -45,11 +47,12 @@ NEWEST = "newest"
 FREE = {
     "name", "output_dir", "device", "recompute", "skip_limit", "eval_every", "log_every", "save_every", "keep",
     "prompt", "trust_remote_code", "mode", "homes", "update", "cpu_adam_cores",
+    "offload_ratio", "bucket_size", "param_offload", "nvme_path", "bind_cores",
 }  # fmt: skip
 """Fields that change nothing in what is trained."""
 BY_CONTENT = {"model", "revision", "tokenizer", "data", "data_split", "eval_data", "eval_split"}
 """Fields that only say where something is: what is there is compared instead."""
-FIXED = {"dtype", "init", "shape", "states"}
+FIXED = {"dtype", "init", "shape", "states", "engine"}
 """Fields that decide what tensors there are; no flag makes these fit."""
 
 Say = Callable[[str], None]
@@ -117,8 +120,13 @@ def save_run(
         "position": dataclasses.asdict(position),
     }
     documents = {"run": run, "rng": rng_state(), "metrics": metrics}
-    checkpoint = save(directory, step, engine.saved_tensors(), documents, say)
-    prune(directory, identity.recipe.keep, checkpoint)
+    world = find_world()
+    if world.many:
+        checkpoint = save_together(world, directory, step, engine.saved_tensors(), documents, say)
+    else:
+        checkpoint = save(directory, step, engine.saved_tensors(), documents, say)
+    if world.first:
+        prune(directory, identity.recipe.keep, checkpoint)
     return checkpoint
 
 
@@ -270,6 +278,10 @@ def model_fingerprint(model: nn.Module, *, values: bool) -> str:
 def restore(saved: Saved, engine: Engine, say: Say) -> None:
     """Weights, state and generators as they were when the checkpoint was saved."""
     for group, tensors in engine.saved_tensors().items():
+        if tensors and not any(file.startswith(f"{group}-") for file in saved.checkpoint.files):
+            what = f"has no {group}: it was saved by another number of ranks"
+            remedy = "Resume a run of --engine deepspeed with as many ranks as it had."
+            raise CheckpointError(what, where=str(saved.checkpoint.path), remedy=remedy)
         read_tensors(saved.checkpoint, group, tensors, say)
     engine.restored()
     set_rng_state(read_document(saved.checkpoint, "rng"))

@@ -79,10 +79,11 @@ class Metrics:
     between steps, so a row is read when it is ready, or at the latest when the next step has been enqueued.
     """
 
-    def __init__(self, run_dir: Path, on_row: Callable[[StepRow], None]) -> None:
+    def __init__(self, run_dir: Path, on_row: Callable[[StepRow], None], *, write: bool = True) -> None:
+        """Of several ranks, one writes."""
         self.rows: list[StepRow] = []
         self.evals: list[EvalRow] = []
-        self._run_dir, self._on_row = run_dir, on_row
+        self._run_dir, self._on_row, self._write = run_dir, on_row, write
         self._pending: list[tuple[StepFacts, StepResult]] = []
         self._clock = time.perf_counter()
 
@@ -132,6 +133,8 @@ class Metrics:
         self._on_row(row)
 
     def _append(self, name: str, *rows: StepRow | EvalRow) -> None:
+        if not self._write:
+            return
         with (self._run_dir / name).open("a", encoding="utf-8") as file:
             file.writelines(to_json(row) + "\n" for row in rows)
 
