@@ -113,7 +113,7 @@ ELSEWHERE = {
     "bucket_size": "tests/engine/test_deepspeed_config.py",
     "param_offload": "tests/engine/test_deepspeed_config.py",
     "nvme_path": "tests/engine/test_deepspeed_config.py",
-    "bind_cores": "tests/engine/test_deepspeed_start.py",
+    "bind_cores": "tests/engine/test_deepspeed.py",
     "deepspeed_config": "tests/engine/test_deepspeed_config.py",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -308,9 +309,12 @@ def _quiet_libraries(debug: bool) -> None:
         return
     import warnings
 
+    import torch
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
+    if not torch.cuda.is_available():  # or DeepSpeed, which transformers imports if it can, says so on standard output
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     hub_logging.set_verbosity_error()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -11,12 +12,17 @@ import yaml
 
 from penstock.checkpoint.lock import LOCK_FILE, refuse_if_claimed
 from penstock.checkpoint.store import find, remove, sweep, sync_directory
+from penstock.engine.deepspeed_config import deepspeed_json
+from penstock.engine.ranks import find_world
 from penstock.errors import CheckpointError, DoesNotFit, OutputError
 from penstock.recipe import Recipe, to_dict, with_values
 
 RECIPE_FILE = "recipe.yaml"
 CHECKPOINTS = "checkpoints"
-RUN_FILES = {RECIPE_FILE, "metrics.jsonl", "eval.jsonl", "model", "model.unchecked", CHECKPOINTS, LOCK_FILE}
+DEEPSPEED_FILE = "deepspeed.json"
+RUN_FILES = {
+    RECIPE_FILE, DEEPSPEED_FILE, "metrics.jsonl", "eval.jsonl", "model", "model.unchecked", CHECKPOINTS, LOCK_FILE,
+}  # fmt: skip
 """All that a run writes. Nothing else is ever removed, and a directory with anything else is not ours."""
 
 _PROBE = ".penstock-"
@@ -59,6 +65,9 @@ def make_run_dir(recipe: Recipe, *, keep_checkpoints: bool = False) -> Path:
         shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
     text = yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
     (directory / RECIPE_FILE).write_text(text, encoding="utf-8")
+    if recipe.engine == "deepspeed":
+        config = json.dumps(deepspeed_json(recipe, find_world()), indent=2)
+        (directory / DEEPSPEED_FILE).write_text(f"{config}\n", encoding="utf-8")
     sync_directory(directory)
     return directory
 

@@ -62,7 +62,8 @@ class DeepSpeedEngine:
         config = deepspeed_json(recipe, self.world)
         deepspeed = start_deepspeed(recipe, self._device, self.world)
         packed = PackedModel(model, recipe)
-        groups = decay_groups(model, recipe.weight_decay)  # by the number of dimensions, which cut weights lose
+        # Before weights are cut, since they lose the number of dimensions that tells which decay.
+        groups = [group for group in decay_groups(model, recipe.weight_decay) if group["params"]]
         if leaves := {type(module) for module in model.modules() if type(module).__name__ in LEAF_MODULES}:
             deepspeed.utils.set_z3_leaf_modules(model, list(leaves))
         dtype = torch.bfloat16 if recipe.dtype == "bf16" else torch.float32

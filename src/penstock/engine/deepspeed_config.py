@@ -97,8 +97,11 @@ def _merged(generated: dict[str, Any], own: Mapping[str, Any], where: str) -> di
         if own.get(name, "auto") not in ("auto", generated[name]):
             what = f"{name} = {own[name]!r}, and by the recipe it is {generated[name]!r}"
             raise RecipeError(what, where=where, remedy=f"Remove it and use {flag}.")
+    for name in ("bf16", "zero_optimization"):
+        if not isinstance(own.get(name, {}), dict):
+            raise RecipeError(f"{name} must be a section", where=where, remedy=f'For example "{name}": {{}}.')
     bf16 = own.get("bf16", {})
-    if isinstance(bf16, dict) and bf16.get("enabled", "auto") not in ("auto", generated["bf16"]["enabled"]):
+    if bf16.get("enabled", "auto") not in ("auto", generated["bf16"]["enabled"]):
         raise RecipeError("bf16: the recipe decides this", where=where, remedy="Remove it and use --dtype.")
     if own.get("zero_optimization", {}).get("stage", 3) not in (3, "auto"):
         raise RecipeError("zero_optimization.stage is not 3", where=where, remedy="This engine runs ZeRO-3 only.")

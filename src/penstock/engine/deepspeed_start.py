@@ -66,6 +66,9 @@ def start_deepspeed(recipe: Recipe, device: torch.device, world: World) -> Any:
         deepspeed.utils.logger.setLevel(logging.WARNING)
         for handler in deepspeed.utils.logger.handlers:
             handler.setStream(sys.stderr)
+        if (found := deepspeed.accelerator.get_accelerator().device_name()) != device.type:
+            what = f"DeepSpeed has settled on {found}, and the run is on {device.type}"
+            raise RecipeError(what, remedy=f"Set the environment variable DS_ACCELERATOR={device.type}.")
         deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False)
     return deepspeed
 
