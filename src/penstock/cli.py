@@ -177,19 +177,18 @@ def train(words: list[str]) -> int:
     from penstock.train import dry_run
     from penstock.train import train as run
 
-    console = Console(json=args.json, quiet=args.quiet)
+    first = find_world().first  # every rank would say the same
+    console = Console(json=args.json, quiet=args.quiet or not first)
     start = {"overwrite": args.overwrite, "resume_anyway": args.resume_anyway}
     if args.dry_run:
         outlook = dry_run(args.recipe, console, resume=args.resume, **start)
-        if args.json:
+        if args.json and first:
             print(json.dumps({"recipe": to_dict(args.recipe), **dataclasses.asdict(outlook)}))
         return 0
     summary = run(args.recipe, console, resume=args.resume, **start)
-    if not find_world().first:
-        return 0
-    if args.json:
+    if args.json and first:
         print(to_json(summary))
-    else:
+    elif first:
         console.summary(summary)
     return 0
 

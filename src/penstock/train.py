@@ -54,8 +54,6 @@ def train(
     first = find_world().first
     if first:
         check_run_dir(run_dir, overwrite=overwrite or own)
-    else:
-        console = Console(quiet=True)  # every rank would say the same
     with claim(run_dir) if first else nullcontext():
         saved = find_start(run_dir, resume, overwrite=overwrite)
         run = prepare_run(recipe, console, resume=bool(resume))
