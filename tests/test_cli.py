@@ -197,3 +197,8 @@ def test_deepspeed_where_it_cannot_run_says_what_to_use_instead(tmp_path):
     assert result.returncode == 2
     assert "--engine penstock" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_bench_does_not_ignore_another_engine(capsys):
+    assert main(["bench", "demo", "--engine", "deepspeed"]) == 2
+    assert "--against deepspeed" in capsys.readouterr().err

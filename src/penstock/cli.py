@@ -215,6 +215,8 @@ def bench(words: list[str]) -> int:
     """Measure a step against its floor and against peers: penstock bench [RECIPE] [--against PEERS]."""
     # Weights are random here, so that a recipe's shape may be changed without saying so.
     args = _parse_with_recipe(BenchArgs, "bench", words, init="random")
+    if args.recipe.engine != "penstock":
+        raise RecipeError("--engine: bench measures ours", remedy="DeepSpeed is a peer: --against deepspeed.")
     if args.steps < 1 or args.timeout <= 0:
         raise RecipeError("--steps and --timeout must be positive")
     modes, updates = ("superoffload", "zerooffload"), ("after-norm", "in-backward")

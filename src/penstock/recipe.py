@@ -57,7 +57,7 @@ class Recipe:
     """Share of the cores that update state in the home `host`, or that DeepSpeed's SuperOffload takes for CPUAdam."""
 
     engine: Literal["penstock", "deepspeed"] = "penstock"
-    """What runs the steps: ours, or DeepSpeed ZeRO-3 (pip install penstock[deepspeed])."""
+    """What runs the steps: ours, or DeepSpeed ZeRO-3, which is installed apart."""
     offload_ratio: float = 1.0
     """Engine deepspeed: share of the optimizer state that is on the host; the rest is on the GPU."""
     bucket_size: int = 400_000_000

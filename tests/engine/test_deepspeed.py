@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("deepspeed") is None,
-        reason="deepspeed is not installed: pip install --no-build-isolation 'penstock[deepspeed]'",
+        reason="deepspeed is not installed: see CONTRIBUTING.md",
     ),
 ]
 RUNS = Path(__file__).parent / "deepspeed_runs.py"

@@ -31,7 +31,7 @@ def check_deepspeed(recipe: Recipe, device: torch.device, *, resume: bool) -> st
     if recipe.engine != "deepspeed":
         return ""
     if importlib.util.find_spec("deepspeed") is None:
-        remedy = "pip install --no-build-isolation 'penstock[deepspeed]', or use --engine penstock."
+        remedy = "pip install wheel setuptools && pip install --no-build-isolation deepspeed, or use --engine penstock."
         raise RecipeError("engine = 'deepspeed': the package deepspeed is not installed", remedy=remedy)
     if recipe.mode == "superoffload" and device.type != "cuda":
         remedy = "Use --mode zerooffload, or --engine penstock."
