@@ -197,3 +197,20 @@ assert "penstock" not in sys.modules
     examples = files("penstock.demo") / "examples.jsonl"
     result = subprocess.run([sys.executable, "-c", code, directory, examples], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_deepspeed_where_it_cannot_run_says_what_to_use_instead(tmp_path):
+    result = penstock("train", "demo", "--engine", "deepspeed", "--device", "cpu", "--dry-run", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "--engine penstock" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_plan_is_not_taken_for_another_engines(capsys):
+    assert main(["plan", "demo", "--engine", "deepspeed", "--gpu", "h200"]) == 2
+    assert "of DeepSpeed nothing is predicted" in capsys.readouterr().err
+
+
+def test_bench_does_not_ignore_another_engine(capsys):
+    assert main(["bench", "demo", "--engine", "deepspeed"]) == 2
+    assert "--against deepspeed" in capsys.readouterr().err

@@ -33,6 +33,13 @@ CHANGES = {
     "homes": {"homes": "stream=0.5,host=0.5"},
     "update": {"update": "in-backward"},
     "cpu_adam_cores": {"cpu_adam_cores": 1.0},
+    "engine": None,
+    "offload_ratio": None,
+    "bucket_size": None,
+    "param_offload": None,
+    "nvme_path": None,
+    "bind_cores": None,
+    "deepspeed_config": None,
     "data": {"data": "FILE"},
     "data_split": None,
     "data_format": {"data_format": "text"},
@@ -111,6 +118,13 @@ ELSEWHERE = {
     "track": "tests/report/test_trackers.py",
     "project": "tests/report/test_trackers.py",
     "tags": "tests/report/test_trackers.py",
+    "engine": "tests/engine/test_deepspeed.py",
+    "offload_ratio": "tests/engine/test_deepspeed_config.py",
+    "bucket_size": "tests/engine/test_deepspeed_config.py",
+    "param_offload": "tests/engine/test_deepspeed_config.py",
+    "nvme_path": "tests/engine/test_deepspeed_config.py",
+    "bind_cores": "tests/test_launch.py",
+    "deepspeed_config": "tests/engine/test_deepspeed_config.py",
 }
 
 

@@ -120,6 +120,17 @@ def test_two_ranks_train_to_the_end_from_the_state_of_one(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be shared out")
+@pytest.mark.parametrize(("flags", "ranks_on_a_core"), [([], 1), (["--no-bind-cores"], 2)])
+def test_ranks_keep_to_their_cores_unless_told_otherwise(tmp_path, flags, ranks_on_a_core):
+    process = start(*RUN, "--max-steps", "1", "--keep", "0", "--gpus", "2", "--output-dir", tmp_path / "run", *flags)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    cores = json.loads((tmp_path / "run" / "facts" / "environment.json").read_text())["cores"]
+    assert cores == len(os.sched_getaffinity(0)) * ranks_on_a_core // 2
+
+
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_ranks_with_its_error_once(tmp_path):
     run = tmp_path / "run"
     process = start(*RUN, "--max-steps", "5000", "--epochs", "5000", "--gpus", "2", "--output-dir", run)

@@ -267,7 +267,7 @@ def train(words: list[str]) -> int:
     start = {"overwrite": args.overwrite, "resume_anyway": args.resume_anyway}
     if args.dry_run:
         outlook = dry_run(args.recipe, console, resume=args.resume, **start)
-        if args.json:
+        if args.json and world.first:
             print(json.dumps({"recipe": to_dict(args.recipe), **dataclasses.asdict(outlook)}))
         return 0
     with redirect_stdout(sys.stderr) if args.json else nullcontext():  # a tracker's own lines must not join the object
@@ -303,6 +303,8 @@ def bench(words: list[str]) -> int:
     """Measure a step against its floor and against peers: penstock bench [RECIPE] [--against PEERS]."""
     # Weights are random here, so that a recipe's shape may be changed without saying so.
     args = _parse_with_recipe(BenchArgs, "bench", words, init="random")
+    if args.recipe.engine != "penstock":
+        raise RecipeError("--engine: bench measures ours", remedy="DeepSpeed is a peer: --against deepspeed.")
     if args.steps < 1 or args.timeout <= 0:
         raise RecipeError("--steps and --timeout must be positive")
     modes, updates = ("superoffload", "zerooffload"), ("after-norm", "in-backward")
@@ -351,6 +353,8 @@ def _ratios(text: str) -> tuple[float, ...]:
 def plan(words: list[str]) -> int:
     """Predict memory and speed, here or on another machine: penstock plan [RECIPE] [--gpu gh200 --gpus 2]."""
     args = _parse_with_recipe(PlanArgs, "plan", words, init="random")
+    if args.recipe.engine != "penstock":
+        raise RecipeError("--engine: the plan is of ours", remedy="Leave it out: of DeepSpeed nothing is predicted.")
     if args.gpus < 1:
         raise RecipeError(f"--gpus {args.gpus}: must be at least 1")
     from penstock.machines import adjusted, find_machine
@@ -451,9 +455,12 @@ def _quiet_libraries(debug: bool) -> None:
         return
     import warnings
 
+    import torch
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
+    if not torch.cuda.is_available():  # or DeepSpeed, which transformers imports if it can, says so on standard output
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     hub_logging.set_verbosity_error()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -184,8 +184,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 """Keyed by the name that a recipe's `model` has."""
 
 
-def _large(name: str, model: str, max_length: int = 4096) -> Recipe:
-    """The reference's settings, which its seven launch scripts share (DESIGN.md section 6)."""
+def _large(name: str, model: str, max_length: int = 4096, **deepspeed: Any) -> Recipe:
+    """The reference's settings, which its seven launch scripts share (DESIGN.md section 6), and those they do not."""
     return Recipe(
         name=name,
         model=model,
@@ -199,6 +199,7 @@ def _large(name: str, model: str, max_length: int = 4096) -> Recipe:
         weight_decay=0.01,
         seed=42,
         recompute="full",
+        **deepspeed,
     )
 
 
@@ -224,10 +225,10 @@ _PRESETS = (
         micro_batch_size=2,
         lr=2e-5,
     ),
-    _large("llama-8b", "meta-llama/Llama-3.1-8B"),
-    _large("qwen3-14b", "Qwen/Qwen3-14B"),
-    _large("phi-4", "microsoft/phi-4"),
-    _large("gpt-oss-20b", "openai/gpt-oss-20b", max_length=8192),
+    _large("llama-8b", "meta-llama/Llama-3.1-8B", offload_ratio=0.8),
+    _large("qwen3-14b", "Qwen/Qwen3-14B", offload_ratio=0.9),
+    _large("phi-4", "microsoft/phi-4", offload_ratio=0.9),
+    _large("gpt-oss-20b", "openai/gpt-oss-20b", max_length=8192, bucket_size=800_000_000),
     _large("seed-oss-36b", "ByteDance-Seed/Seed-OSS-36B-Instruct"),
     _large("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"),
     _large("llama-70b", "meta-llama/Llama-3.3-70B-Instruct"),

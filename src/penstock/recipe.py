@@ -42,6 +42,8 @@ class Recipe:
     """Where the model runs. `auto`: the GPU if there is one."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Working precision of weights and arithmetic; masters are fp32 anyway. `auto`: fp32 on a CPU without bf16."""
+    bind_cores: bool = True
+    """Keep each of several ranks to its share of the cores near its GPU. --no-bind-cores lets them run anywhere."""
     reduce_dtype: Literal["bf16", "fp32"] = "bf16"
     """Precision in which several ranks add up their gradients. Those of fp32 weights are added in fp32 anyway."""
     attention: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"] = "auto"
@@ -59,7 +61,20 @@ class Recipe:
     update: Literal["auto", "after-norm", "in-backward"] = "auto"
     """When weights are updated. `auto`: after the global norm is known, or in backward if nothing is clipped."""
     cpu_adam_cores: float = 0.9
-    """Share of the cores that update state in the home `host`."""
+    """Share of the cores that update state in the home `host`, or that DeepSpeed's SuperOffload takes for CPUAdam."""
+
+    engine: Literal["penstock", "deepspeed"] = "penstock"
+    """What runs the steps: ours, or DeepSpeed ZeRO-3, which is installed apart."""
+    offload_ratio: float = 1.0
+    """Engine deepspeed: share of the optimizer state that is on the host; the rest is on the GPU."""
+    bucket_size: int = 400_000_000
+    """Engine deepspeed: elements that are reduced at once, and elements that are updated at once."""
+    param_offload: Literal["none", "cpu", "nvme"] = "none"
+    """Engine deepspeed: where the weights lie while they are not used. `none`: on the GPU."""
+    nvme_path: str | None = None
+    """Engine deepspeed: directory on a local disk for --param-offload nvme."""
+    deepspeed_config: str | None = None
+    """Engine deepspeed: a JSON file whose values replace those of the generated configuration."""
 
     data: str = "demo"
     """A JSON, JSONL, CSV or Parquet file, a directory of them, a Hub data set, or `demo` (embedded)."""
@@ -207,12 +222,39 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
          "Leave one of them out."),
         (r.mode != "zerooffload" or r.update != "in-backward", "update", "zerooffload updates after backward",
          "Leave one of them out."),
+        *_deepspeed_rules(r),
         (parse_homes(r.homes) is not None, "homes", "must be auto, gpu, stream, host, or shares of them",
          "For example gpu=0.5,stream=0.3,host=0.2."),
         (set(r.track_list) <= set(TRACKERS), "track", f"must be among {', '.join(TRACKERS)}", "Several with commas."),
         (bool(r.project.strip()), "project", "must not be empty", "Leave it out for penstock."),
     ]  # fmt: skip
     return [(field, rule, remedy) for ok, field, rule, remedy in checks if not ok]
+
+
+def _deepspeed_rules(r: Recipe) -> list[tuple[bool, str, str, str]]:
+    """(kept, field, rule, remedy) of the fields that only the engine `deepspeed` reads, and of those it cannot."""
+    ours, theirs = r.engine == "penstock", r.engine == "deepspeed"
+    only = [
+        name for name in ("param_offload", "nvme_path", "deepspeed_config") if getattr(r, name) not in ("none", None)
+    ]
+    not_saved = theirs and (r.mode == "superoffload" or r.param_offload == "nvme")
+    use_ours = "Leave it out, or use --engine penstock."
+    return [
+        *((not ours, name, "only the engine deepspeed knows it", "Add --engine deepspeed.") for name in only),
+        (0 <= r.offload_ratio <= 1, "offload_ratio", "must be between 0 and 1", "It is a share: 0.8 offloads 80 %."),
+        (r.bucket_size >= 1, "bucket_size", "must be positive", "The reference has 400000000."),
+        ((r.param_offload == "nvme") == bool(r.nvme_path), "nvme_path", "goes with param_offload = nvme, and only then",
+         "Set both, or neither."),
+        (not theirs or r.homes == "auto", "homes", "DeepSpeed has no homes; its share on the host is offload_ratio",
+         use_ours),
+        (not theirs or r.update == "auto", "update", "DeepSpeed chooses this itself", use_ours),
+        (not theirs or not r.compile, "compile", "does not go with DeepSpeed, which gathers weights inside the layers",
+         use_ours),
+        (not theirs or r.states == "fp32", "states", "DeepSpeed keeps fp32 moments", use_ours),
+        (not not_saved or not r.save_every, "save_every", "DeepSpeed cannot save this run: SuperOffload keeps moments "
+         "in a worker process, and weights on NVMe are in no checkpoint",
+         "Use --engine penstock, or --mode zerooffload without --param-offload nvme."),
+    ]  # fmt: skip
 
 
 def parse_homes(text: str) -> str | dict[str, float] | None:

@@ -36,6 +36,8 @@ from penstock.checkpoint.resume import (
 from penstock.checkpoint.run_dir import CHECKPOINTS, check_room, check_run_dir, make_run_dir, note_ranks
 from penstock.data.loader import Dataset, Position, prepare
 from penstock.engine import Engine
+from penstock.engine.deepspeed import DeepSpeedEngine
+from penstock.engine.deepspeed_start import can_save, check_deepspeed, load_device
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE, World, bind, joined
 from penstock.engine.sharded import load_for_ranks
@@ -43,6 +45,7 @@ from penstock.errors import Diverged, DoesNotFit, Interrupted, UserError
 from penstock.generate import answer
 from penstock.hardware import describe, pick_device, pick_dtype
 from penstock.launch import check_batch
+from penstock.model.flops import flops_per_token
 from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.plan.predict import Plan
 from penstock.plan.report import compare, make_plan, short
@@ -78,9 +81,10 @@ def train(
     device = world.pick(pick_device(recipe.device))
     trackers = Trackers(recipe if world.first else replace(recipe, track=""), console.say)
     with joined(world, device), claim(run_dir) if world.first else nullcontext(), trackers:
-        bind(world, device)
+        if recipe.bind_cores:
+            bind(world, device)
         saved = world.share(lambda: find_start(run_dir, resume, overwrite=overwrite))
-        run = prepare_run(recipe, console, world)
+        run = prepare_run(recipe, console, world, resume=bool(resume))
         recipe = run.recipe
         if saved:
             check_same_run(saved, recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
@@ -89,7 +93,8 @@ def train(
                     verify_saved(saved, console.say)
         elif resume:
             console.say(f"There is no checkpoint in {run_dir} yet: beginning with step 1")
-        plan = planned(run, console) if not world.many else None  # the plan is of one GPU
+        # The plan is of our engine on one GPU.
+        plan = planned(run, console) if recipe.engine == "penstock" and not world.many else None
         with console.phase(f"Loading {recipe.model}") as loading, memory_advice(recipe):
             model, remainders = load(run, console, world)
             loading.num_bytes = sum(p.nbytes for p in model.parameters())
@@ -99,14 +104,13 @@ def train(
                 check_same_model(saved, fingerprint, anyway=resume_anyway)
             num_params = sum(p.numel() for p in model.parameters())
             console.say(f"  {num_params / 1e6:,.1f} M parameters on {world.times}{describe(run.device)}")
-            engine = NativeEngine(model, recipe, lambda text: console.say(f"  {text}"), world, remainders)
+            per_token = flops_per_token(model, run.data.train.mean_length)
+            engine, before = start_engine(model, remainders, run, saved, console, world)
         first_step = saved.step + 1 if saved else 1
-        if world.first:
-            check_disk(run, engine, first_step)
-        before = answer_before(model, run, saved)
+        check_disk(run, engine, first_step, world)
 
         if world.first:
-            make_run_dir(recipe, keep_checkpoints=saved is not None and own)
+            make_run_dir(recipe, world, keep_checkpoints=saved is not None and own)
             note_ranks(run_dir, world, describe(run.device))
         progress = Progress(recipe, run.total_steps, console, plan)
 
@@ -135,9 +139,8 @@ def train(
 
         model_dir = run_dir / "model"
         with signals() as stop:
-            watched = console.training(
-                recipe.name, run.total_steps, sources_of(recorder, model, run.data), metrics.rows
-            )
+            sources = sources_of(recorder, run.device, per_token)
+            watched = console.training(recipe.name, run.total_steps, sources, metrics.rows)
             with watched, memory_advice(recipe), disk_advice(run_dir):
                 run_steps(run, engine, metrics, recorder, stop, save, first_step, place_in(run.data, saved), world)
             recorder.close()
@@ -145,13 +148,14 @@ def train(
             cut_off = metrics.rows[-1].step < run.total_steps
             if not cut_off or not recipe.keep:
                 with console.phase(f"Exporting to {model_dir}"):
-                    if world.many:
+                    if engine.sharded:
                         export_sharded(model, run.tokenizer, model_dir, recipe, world, console.say)
-                    else:
+                    elif world.first:
                         export(model, run.tokenizer, model_dir, trust_remote_code=recipe.trust_remote_code)
         if cut_off:
             raise interrupted(recipe, stop, metrics.rows[-1].step, run.total_steps)
-        after = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt else ""
+        has_model = engine.sharded or world.first
+        after = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt and has_model else ""
         dialogue = Answer(recipe.prompt, before, after) if recipe.prompt else None
         summary = summarize(metrics, model_dir, run_dir, dialogue)
         recorder.end(summary)
@@ -160,10 +164,30 @@ def train(
 
 def load(run: Run, console: Console, world: World) -> tuple[PreTrainedModel, dict[nn.Parameter, Tensor]]:
     """The model, or this rank's shards of it, and what its weights lost in rounding if that is known already."""
-    if not world.many:
-        return load_model(run.recipe, run.config, run.device, console.say), {}
+    if not world.many or run.recipe.engine == "deepspeed":
+        return load_model(run.recipe, run.config, load_device(run.recipe, run.device, world), console.say), {}
     sharded = load_for_ranks(run.recipe, run.config, run.device, world.size, console.say)
     return sharded.model, sharded.remainders
+
+
+def start_engine(
+    model: PreTrainedModel,
+    remainders: dict[nn.Parameter, Tensor],
+    run: Run,
+    saved: Saved | None,
+    console: Console,
+    world: World,
+) -> tuple[Engine, str]:
+    """The engine, and what the model says before training. DeepSpeed cuts the weights, so that it is asked first."""
+
+    def say(text: str) -> None:
+        console.say(f"  {text}")
+
+    if run.recipe.engine == "deepspeed":
+        before = answer_before(model, run, saved) if world.first else ""
+        return DeepSpeedEngine(model, run.recipe, say, world), before
+    engine = NativeEngine(model, run.recipe, say, world, remainders)
+    return engine, answer_before(model, run, saved)
 
 
 def planned(run: Run, console: Console) -> Plan | None:
@@ -183,13 +207,18 @@ def planned(run: Run, console: Console) -> Plan | None:
     return plan
 
 
-def check_disk(run: Run, engine: Engine, first_step: int) -> None:
-    """Before the first step, see that there is room for all that the run will write."""
+def check_disk(run: Run, engine: Engine, first_step: int, world: World = ALONE) -> None:
+    """Before the first step, see that there is room for all that the run will write. All ranks take part."""
     sizes = {group: sum(t.num_bytes for t in tensors) for group, tensors in engine.saved_tensors().items()}
+    checkpoint_bytes = sum(sizes.values())
+    if not engine.sharded:  # each rank has tensors of its own
+        checkpoint_bytes = int(world.total(torch.tensor(checkpoint_bytes)))
+    if not world.first:
+        return
     steps, every = max(0, run.total_steps - first_step + 1), run.recipe.save_every
     check_room(
         run.recipe.run_dir,
-        checkpoint_bytes=sum(sizes.values()),
+        checkpoint_bytes=checkpoint_bytes,
         num_saves=(steps // every if every else 0) + 1 if steps else 0,
         keep=run.recipe.keep,
         export_bytes=sizes["weights"],
@@ -233,9 +262,12 @@ class Run:
     total_steps: int
 
 
-def prepare_run(recipe: Recipe, console: Console, world: World = ALONE) -> Run:
+def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resume: bool = False) -> Run:
     """Everything that can be wrong without loading a weight is found here."""
     device = world.pick(pick_device(recipe.device))
+    if warning := check_deepspeed(recipe, device, world, resume=resume):
+        console.say(f"WARNING: {warning}")
+    recipe = replace(recipe, keep=recipe.keep if can_save(recipe) else 0)
     recipe = replace(recipe, dtype=pick_dtype(recipe.dtype, device))
     make_repeatable(recipe)
     config, tokenizer = load_config(recipe), load_tokenizer(recipe)
@@ -267,7 +299,7 @@ def dry_run(
     console.say(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True).rstrip())
     check_run_dir(recipe.run_dir, overwrite=overwrite or goes_on_in(recipe.run_dir, resume))
     saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
-    run = prepare_run(recipe, console)
+    run = prepare_run(recipe, console, resume=bool(resume))
     if saved:
         check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
         verify_saved(saved, console.say)

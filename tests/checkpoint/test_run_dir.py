@@ -1,3 +1,4 @@
+import json
 import shutil
 
 import pytest
@@ -93,3 +94,12 @@ def test_the_disk_must_hold_what_is_kept_one_more_and_the_model(
         with pytest.raises(DoesNotFit, match=r"(?s)GiB of disk, .* are free.*--keep 0") as caught:
             check_room(tmp_path, num_saves=num_saves, keep=keep, **sizes)
         assert caught.value.exit_code == 3
+
+
+def test_a_run_on_deepspeed_keeps_the_configuration_it_ran_with(tmp_path):
+    make_run_dir(Recipe(output_dir=str(tmp_path / "run"), engine="deepspeed", offload_ratio=0.25))
+    config = json.loads((tmp_path / "run" / "deepspeed.json").read_text())
+    assert config["zero_optimization"]["offload_optimizer"]["ratio"] == 0.25
+    check_run_dir(tmp_path / "run", overwrite=True)
+    make_run_dir(Recipe(output_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run" / "deepspeed.json").exists()

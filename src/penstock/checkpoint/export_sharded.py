@@ -29,7 +29,7 @@ from penstock.errors import CheckpointError, DoesNotFit, OutputError
 from penstock.model.attention import stock_attention
 from penstock.model.load import Say
 from penstock.offload.shards import local
-from penstock.offload.state import SavedTensor, whole
+from penstock.offload.state import SavedTensor, weight_tensors
 from penstock.recipe import Recipe
 
 FILE_BYTES = 4 * 10**9
@@ -41,7 +41,7 @@ def export_sharded(
 ) -> None:
     """Write model and tokenizer to `directory`, which must not exist yet. All ranks take part."""
     written = directory.with_name(f"{directory.name}.unchecked")
-    parameters = [whole(name, tensor) for name, tensor in _lasting(model).items()]
+    parameters = weight_tensors(model)
     with stock_attention(model):
         if world.first:
             _write(model, tokenizer, directory, written, parameters)
@@ -56,13 +56,6 @@ def export_sharded(
             _compare(model, tokenizer, written, recipe, world)
     if world.first:
         written.rename(directory)
-
-
-def _lasting(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters, tied ones once, and the buffers that are saved."""
-    kept = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    return {**dict(model.named_parameters()), **buffers}
 
 
 def _write(

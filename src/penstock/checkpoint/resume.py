@@ -38,6 +38,7 @@ from penstock.checkpoint.store import (
     verify,
 )
 from penstock.checkpoint.tensors import receive_tensors, send_tensors
+from penstock.checkpoint.together import save_together
 from penstock.data.loader import Position
 from penstock.engine import Engine
 from penstock.engine.ranks import ALONE, World
@@ -53,11 +54,12 @@ FREE = {
     "name", "output_dir", "device", "recompute", "skip_limit", "eval_every", "log_every", "save_every", "keep",
     "prompt", "trust_remote_code", "mode", "homes", "update", "cpu_adam_cores",
     "track", "project", "tags",
+    "offload_ratio", "bucket_size", "param_offload", "nvme_path", "bind_cores",
 }  # fmt: skip
 """Fields that change nothing in what is trained."""
 BY_CONTENT = {"model", "revision", "tokenizer", "data", "data_split", "eval_data", "eval_split"}
 """Fields that only say where something is: what is there is compared instead."""
-FIXED = {"dtype", "init", "shape", "states"}
+FIXED = {"dtype", "init", "shape", "states", "engine"}
 """Fields that decide what tensors there are; no flag makes these fit."""
 
 Say = Callable[[str], None]
@@ -119,31 +121,26 @@ def save_run(
     world: World = ALONE,
 ) -> None:
     """Save the run as it is after `step`, then remove checkpoints beyond those that are kept. All ranks take part."""
-    if world.first:
-        _write_run(run_dir, identity, step, position, engine, metrics, say)
+    directory, tensors = run_dir / CHECKPOINTS, engine.saved_tensors()
+    documents = _documents(identity, position, metrics)
+    if world.many and not engine.sharded:
+        checkpoint = save_together(world, directory, step, tensors, documents, say)
+    elif world.first:
+        checkpoint = save(directory, step, tensors, documents, say)
     else:
-        send_tensors(order_of_save(engine.saved_tensors()))
+        send_tensors(order_of_save(tensors))
+    if world.first:
+        prune(directory, identity.recipe.keep, checkpoint)
     world.largest(0)  # or a rank that goes on and ends would end the one that still writes
 
 
-def _write_run(
-    run_dir: Path,
-    identity: Identity,
-    step: int,
-    position: Position,
-    engine: Engine,
-    metrics: Mapping[str, Any],
-    say: Say,
-) -> None:
-    directory = run_dir / CHECKPOINTS
+def _documents(identity: Identity, position: Position, metrics: Mapping[str, Any]) -> dict[str, Any]:
     run = {
         **{field.name: getattr(identity, field.name) for field in dataclasses.fields(identity)},
         "recipe": to_dict(identity.recipe),
         "position": dataclasses.asdict(position),
     }
-    documents = {"run": run, "rng": rng_state(), "metrics": metrics}
-    checkpoint = save(directory, step, engine.saved_tensors(), documents, say)
-    prune(directory, identity.recipe.keep, checkpoint)
+    return {"run": run, "rng": rng_state(), "metrics": metrics}
 
 
 @contextmanager
@@ -307,8 +304,13 @@ def _ends(parameter: torch.Tensor, remainder: torch.Tensor | None) -> torch.Tens
 
 
 def restore(saved: Saved, engine: Engine, say: Say, world: World = ALONE) -> None:
-    """Weights, state and generators as they were when the checkpoint was saved. Rank 0 reads it for all."""
+    """Weights, state and generators as they were when the checkpoint was saved. All ranks take part."""
     for group, tensors in engine.saved_tensors().items():
+        if not engine.sharded:
+            if tensors:
+                _check_group(saved, group)
+            read_tensors(saved.checkpoint, group, tensors, say)
+            continue
         order = world.share(lambda group=group: order_of_load(saved.checkpoint, group))  # type: ignore[misc]
         if world.first:
             read_tensors(saved.checkpoint, group, tensors, say, world.size)
@@ -317,6 +319,14 @@ def restore(saved: Saved, engine: Engine, say: Say, world: World = ALONE) -> Non
             receive_tensors([named[name] for name in order])
     engine.restored()
     set_rng_state(world.share(lambda: read_document(saved.checkpoint, "rng")))
+
+
+def _check_group(saved: Saved, group: str) -> None:
+    """Refuse a checkpoint whose ranks were others, where each had tensors of its own."""
+    if not any(file.startswith(f"{group}-") for file in saved.checkpoint.files):
+        what = f"has no {group}: it was saved by another number of ranks"
+        remedy = "Resume a run of --engine deepspeed with as many ranks as it had."
+        raise CheckpointError(what, where=str(saved.checkpoint.path), remedy=remedy)
 
 
 def saved_metrics(saved: Saved) -> Any:

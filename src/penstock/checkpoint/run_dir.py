@@ -12,7 +12,8 @@ import yaml
 
 from penstock.checkpoint.lock import LOCK_FILE, refuse_if_claimed
 from penstock.checkpoint.store import find, remove, sweep, sync_directory
-from penstock.engine.ranks import World
+from penstock.engine.deepspeed_config import deepspeed_json
+from penstock.engine.ranks import ALONE, World
 from penstock.errors import CheckpointError, DoesNotFit, OutputError
 from penstock.recipe import Recipe, to_dict, with_values
 
@@ -20,9 +21,10 @@ RECIPE_FILE = "recipe.yaml"
 CHECKPOINTS = "checkpoints"
 RANKS_FILE = "ranks.json"
 """Where the run ran: ranks, machines, device. It is not in the recipe, since it changes nothing that is trained."""
+DEEPSPEED_FILE = "deepspeed.json"
 RUN_FILES = {
-    RECIPE_FILE, RANKS_FILE, "metrics.jsonl", "eval.jsonl", "facts", "model", "model.unchecked", CHECKPOINTS, LOCK_FILE,
-    "report.html", "report-images", "tensorboard", "wandb", "trackio",
+    RECIPE_FILE, RANKS_FILE, DEEPSPEED_FILE, "metrics.jsonl", "eval.jsonl", "facts", "model", "model.unchecked",
+    CHECKPOINTS, LOCK_FILE, "report.html", "report-images", "tensorboard", "wandb", "trackio",
 }  # fmt: skip
 """All that a run writes. Nothing else is ever removed, and a directory with anything else is not ours."""
 
@@ -52,7 +54,7 @@ def check_run_dir(directory: Path, *, overwrite: bool) -> None:
         raise OutputError(f"cannot be written ({error.strerror})", where=str(directory), remedy=remedy) from None
 
 
-def make_run_dir(recipe: Recipe, *, keep_checkpoints: bool = False) -> Path:
+def make_run_dir(recipe: Recipe, world: World = ALONE, *, keep_checkpoints: bool = False) -> Path:
     """The checked directory, holding the recipe and nothing else, except checkpoints that the run goes on from."""
     directory = recipe.run_dir
     directory.mkdir(parents=True, exist_ok=True)
@@ -66,6 +68,9 @@ def make_run_dir(recipe: Recipe, *, keep_checkpoints: bool = False) -> Path:
         shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
     text = yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
     (directory / RECIPE_FILE).write_text(text, encoding="utf-8")
+    if recipe.engine == "deepspeed":
+        config = json.dumps(deepspeed_json(recipe, world), indent=2)
+        (directory / DEEPSPEED_FILE).write_text(f"{config}\n", encoding="utf-8")
     sync_directory(directory)
     return directory
 

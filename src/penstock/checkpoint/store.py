@@ -72,6 +72,17 @@ def save(
     say: Say,
 ) -> Checkpoint:
     """Write a checkpoint of `step` to `directory`, from where the tensors lie. It exists when this returns."""
+    path, building = begin_save(directory, step)
+    try:
+        files = write_all(building, tensors, documents, say)
+        return end_save(building, path, step, files)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)  # give the space back at once: the disk may be full
+        raise
+
+
+def begin_save(directory: Path, step: int) -> tuple[Path, Path]:
+    """The name that a checkpoint of `step` will have, and a new directory to write it in."""
     if not directory.exists():
         directory.mkdir()
         sync_directory(directory.parent)
@@ -79,21 +90,23 @@ def save(
     path = directory / _free_name(directory, step)
     building = directory / f"{_SAVING}{path.name}"
     building.mkdir()
-    try:
-        files = _write_all(building, tensors, documents, Transfer("saving", _num_bytes(tensors), say))
-        write_file(building / MANIFEST, _json(_sealed({"format": FORMAT, "step": step, "files": files})))
-        sync_directory(building)
-        os.rename(building, path)
-        sync_directory(directory)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)  # give the space back at once: the disk may be full
-        raise
+    return path, building
+
+
+def end_save(building: Path, path: Path, step: int, files: Mapping[str, Digest]) -> Checkpoint:
+    """All files are there: the manifest, and the rename that makes them a checkpoint."""
+    write_file(building / MANIFEST, _json(_sealed({"format": FORMAT, "step": step, "files": files})))
+    sync_directory(building)
+    os.rename(building, path)
+    sync_directory(path.parent)
     return Checkpoint(path, step, files)
 
 
-def _write_all(
-    building: Path, tensors: Mapping[str, Sequence[SavedTensor]], documents: Mapping[str, Any], transfer: Transfer
+def write_all(
+    building: Path, tensors: Mapping[str, Sequence[SavedTensor]], documents: Mapping[str, Any], say: Say
 ) -> dict[str, Digest]:
+    """Every file but the manifest."""
+    transfer = Transfer("saving", _num_bytes(tensors), say)
     content: dict[str, Iterator[memoryview]] = {f"{name}.json": _json(value) for name, value in documents.items()}
     for group, members in tensors.items():
         for number, part in enumerate(_parts(members), start=1):

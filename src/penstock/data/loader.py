@@ -120,6 +120,11 @@ class Loader:
         """Tokens that an epoch trains on."""
         return int(self.store.trained[self.packing.examples].sum())
 
+    @property
+    def mean_length(self) -> float:
+        """Tokens of an example, on average: attention stays inside it."""
+        return self.num_tokens / self.num_examples
+
     def steps_per_epoch(self) -> int:
         """Steps in an epoch; the last may be smaller."""
         return math.ceil(self.num_rows / self._batch_size)

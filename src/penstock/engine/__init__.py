@@ -68,6 +68,10 @@ class Engine(Protocol):
     """Weights, gradients and optimizer state of one run."""
 
     model: PreTrainedModel
+    sharded: bool
+    """Whether ranks hold parts of the same tensors, also after `release`: then the first one writes and reads for all,
+    and running the model takes all of them. Otherwise each has tensors of its own to save, and after `release` the
+    first has the whole model."""
 
     def begin(self, lr: float) -> None:
         """A step begins. Its learning rate is wanted now, since weights may be updated during backward."""
@@ -84,7 +88,7 @@ class Engine(Protocol):
     def saved_tensors(self) -> dict[str, list[SavedTensor]]:
         """All that a resumed run needs, where it lies: `weights` under the model's names, and `state`.
 
-        Waits for the last update; to be read or written before the next step.
+        Waits for the last update; to be read or written before the next step. All ranks must ask.
         """
 
     def restored(self) -> None:

@@ -71,7 +71,7 @@ class NativeEngine:
         world: World = ALONE,
         remainders: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
-        self.model, self._recipe, self._world = model, recipe, world
+        self.model, self._recipe, self._world, self.sharded = model, recipe, world, world.many
         self.packed = PackedModel(model, recipe, say)
         with self._memory_explained():
             trial = try_once(self.packed, recipe)
@@ -133,14 +133,7 @@ class NativeEngine:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> float:
         """Mean loss over the trained tokens of all ranks, without dropout."""
-        self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.packed.device)  # of losses and of trained tokens
-        for batch in batches:
-            sums[0] += self.packed.loss_sum(batch)
-            sums[1] += batch.num_trained
-        self.model.train()
-        total, trained = self._world.total(sums)
-        return float(total / trained)
+        return mean_loss(self.model, self.packed.loss_sum, batches, self.packed.device, self._world)
 
     def saved_tensors(self) -> dict[str, list[SavedTensor]]:
         """Weights, frozen ones and lasting buffers too, and the state of those that are trained."""
@@ -154,29 +147,17 @@ class NativeEngine:
 
     def placement(self) -> list[UnitState]:
         """Units under the names of their modules, in forward order."""
-        names = {module: name for name, module in self.model.named_modules()}
+        names = module_names(self.model)
         return [
-            UnitState(names[module].removeprefix("model.") or "model", home, num_bytes)
+            UnitState(names[module], home, num_bytes)
             for module, homes in self.optimizer.unit_bytes()
             for home, num_bytes in homes.items()
         ]
 
     def memory(self) -> list[Held]:
         """Weights, state by home, and the rest: of the GPU's peak, and of what this process holds."""
-        cuda = self.packed.device.type == "cuda"
-        state, weights = self.optimizer.state_bytes(), sum(p.nbytes for p in self.model.parameters())
-        beside = "gpu" if cuda else "host"
-        held = [Held(beside, "weights", weights)]
-        held += [Held(beside if home == "gpu" else "host", f"state: {home}", size) for home, size in state.items()]
-
-        def rest(place: str, total: int) -> int:
-            return max(0, total - sum(part.num_bytes for part in held if part.place == place))
-
-        if cuda:
-            peak = torch.cuda.max_memory_allocated(self.packed.device)
-            held.append(Held("gpu", "gradients, activations", rest("gpu", peak)))
-        held.append(Held("host", "this process, the rest", rest("host", psutil.Process().memory_info().rss)))
-        return held
+        weights = sum(p.nbytes for p in self.model.parameters())
+        return held_memory(self.packed.device, weights, self.optimizer.state_bytes())
 
     def start_tape(self) -> None:
         """Begin with everything made."""
@@ -208,6 +189,46 @@ class NativeEngine:
     def release(self) -> None:
         """Let the last updates finish, then give state back."""
         self.optimizer.close()
+
+
+def module_names(model: nn.Module) -> dict[nn.Module, str]:
+    """What a person would call the parts of a model."""
+    return {module: name.removeprefix("model.") or "model" for name, module in model.named_modules()}
+
+
+def mean_loss(
+    model: nn.Module,
+    loss_sum: Callable[[MicroBatch], Tensor],
+    batches: Iterable[MicroBatch],
+    device: torch.device,
+    world: World,
+) -> float:
+    """Mean loss over the trained tokens that all ranks have, without dropout."""
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses and of trained tokens
+    for batch in batches:
+        sums[0] += loss_sum(batch)
+        sums[1] += batch.num_trained
+    model.train()
+    total, trained = world.total(sums)
+    return float(total / trained)
+
+
+def held_memory(device: torch.device, weights: int, state: Mapping[str, int], weights_at: str = "gpu") -> list[Held]:
+    """Weights, state by home, and the rest: of the GPU's peak, and of what this process holds."""
+    cuda = device.type == "cuda"
+    beside = "gpu" if cuda else "host"
+    held = [Held(beside if weights_at == "gpu" else "host", "weights", weights)]
+    held += [Held(beside if home == "gpu" else "host", f"state: {home}", size) for home, size in state.items()]
+
+    def rest(place: str, total: int) -> int:
+        return max(0, total - sum(part.num_bytes for part in held if part.place == place))
+
+    if cuda:
+        peak = torch.cuda.max_memory_allocated(device)
+        held.append(Held("gpu", "gradients, activations", rest("gpu", peak)))
+    held.append(Held("host", "this process, the rest", rest("host", psutil.Process().memory_info().rss)))
+    return held
 
 
 def out_of_memory(parts: dict[str, int], recipe: Recipe) -> DoesNotFit:

@@ -52,11 +52,15 @@ def whole(name: str, tensor: Tensor) -> SavedTensor:
     return SavedTensor(name, tuple(tensor.shape), tensor.dtype, (own.view(-1),), by_rank if len(by_rank) > 1 else ())
 
 
-def weight_tensors(model: nn.Module) -> list[SavedTensor]:
-    """Every weight under its name, tied ones once, frozen ones too, and the buffers that a model itself would save."""
+def weight_tensors(model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> list[SavedTensor]:
+    """Every weight under its name, tied ones once, frozen ones too, and the buffers that a model itself would save.
+
+    `weights`: the same under the same names, where the model's own parameters are only what stands for them.
+    """
     lasting = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in lasting}
-    return [whole(name, tensor) for name, tensor in (dict(model.named_parameters()) | buffers).items()]
+    found = dict(model.named_parameters()) if weights is None else weights
+    return [whole(name, tensor) for name, tensor in {**found, **buffers}.items()]
 
 
 def state_tensors(optimizer: OffloadAdamW, names: Mapping[nn.Parameter, str]) -> list[SavedTensor]:

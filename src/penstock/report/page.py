@@ -152,6 +152,9 @@ def _overlap(run: RunRecord) -> str:
     if not spans:
         return ""
     found = overlap(spans)
+    if not found.busy:
+        exposed = _seconds(found.exposed)
+        return f"From step {run.timeline['step']}. The model stood still for an update for {exposed}, in red."
     return (
         f"From the beginning of step {run.timeline['step']} to the end of the next backward. The lanes were busy for "
         f"{_seconds(found.busy)}; the model stood still for an update for {_seconds(found.exposed)}, in red: "

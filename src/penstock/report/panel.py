@@ -21,12 +21,9 @@ from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel as Frame
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedModel
 
-from penstock.data.loader import Dataset
 from penstock.engine import Held
 from penstock.hardware import describe
-from penstock.model.flops import flops_per_token
 from penstock.report.facts import Recorder
 from penstock.report.metrics import StepRow
 
@@ -62,15 +59,12 @@ class Sources:
     peak_flops: float = 0.0
 
 
-def sources_of(recorder: Recorder, model: PreTrainedModel, data: Dataset) -> Sources:
+def sources_of(recorder: Recorder, device: torch.device, flops_per_token: float) -> Sources:
     """What there is to ask in a run."""
-    device = model.device
     totals = {"host": int(psutil.virtual_memory().total)}
     if device.type == "cuda":
         totals["gpu"] = torch.cuda.get_device_properties(device).total_memory
-    length = data.train.num_tokens / data.train.num_examples  # attention stays inside an example
-    per_token = flops_per_token(model, length)
-    return Sources(recorder.memory, recorder.lanes, totals, per_token, peak_flops(describe(device)))
+    return Sources(recorder.memory, recorder.lanes, totals, flops_per_token, peak_flops(describe(device)))
 
 
 class Panel:

@@ -1,0 +1,146 @@
+"""DeepSpeed's JSON from a recipe: the reference's values, every field in its place, one's own file over it."""
+
+import dataclasses
+import json
+
+import pytest
+
+from penstock.engine.deepspeed_config import deepspeed_json
+from penstock.engine.ranks import World
+from penstock.errors import RecipeError
+from penstock.presets import PRESETS
+from penstock.recipe import Recipe
+
+THEIRS = Recipe(engine="deepspeed", dtype="bf16")
+
+
+def test_it_is_the_references_configuration():
+    recipe = dataclasses.replace(PRESETS["llama-8b"], engine="deepspeed", dtype="bf16", max_grad_norm=0.0)
+    assert deepspeed_json(recipe, World()) == {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": False,
+            "reduce_bucket_size": 400_000_000,
+            "sub_group_size": 400_000_000,
+            "offload_optimizer": {
+                "device": "cpu",
+                "pin_memory": True,
+                "ratio": 0.8,
+                "super_offload": True,
+                "cpuadam_cores_perc": 0.9,
+            },
+        },
+        "wall_clock_breakdown": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "value"),
+    [
+        ({"offload_ratio": 0.3}, "zero_optimization.offload_optimizer.ratio", 0.3),
+        ({"bucket_size": 7}, "zero_optimization.reduce_bucket_size", 7),
+        ({"bucket_size": 7}, "zero_optimization.sub_group_size", 7),
+        ({"param_offload": "cpu"}, "zero_optimization.offload_param.device", "cpu"),
+        ({"param_offload": "nvme", "nvme_path": "/disk"}, "zero_optimization.offload_param.nvme_path", "/disk"),
+        ({"mode": "zerooffload"}, "zero_optimization.offload_optimizer.super_offload", None),
+        ({"cpu_adam_cores": 0.5}, "zero_optimization.offload_optimizer.cpuadam_cores_perc", 0.5),
+        ({"max_grad_norm": 3.0}, "gradient_clipping", 3.0),
+        ({"micro_batch_size": 2}, "train_micro_batch_size_per_gpu", 2),
+        ({"reduce_dtype": "fp32"}, "communication_data_type", "fp32"),
+        ({"dtype": "fp32"}, "bf16.enabled", False),
+    ],
+)
+def test_every_field_has_its_place(changes, path, value):
+    def look(recipe):
+        found = deepspeed_json(recipe, World())
+        for part in path.split("."):
+            found = found.get(part, {})
+        return None if found == {} else found
+
+    assert look(dataclasses.replace(THEIRS, **changes)) == value != look(THEIRS)
+
+
+def test_ranks_multiply_the_batch_that_deepspeed_checks():
+    assert deepspeed_json(THEIRS, World(1, 4, 1, 4))["train_batch_size"] == 16
+
+
+def own(tmp_path, values):
+    path = tmp_path / "own.json"
+    path.write_text(values if isinstance(values, str) else json.dumps(values))
+    return dataclasses.replace(THEIRS, deepspeed_config=str(path))
+
+
+def test_ones_own_values_replace_generated_ones_and_the_rest_stays(tmp_path):
+    values = {
+        "train_batch_size": "auto",
+        "zero_optimization": {"overlap_comm": True, "offload_optimizer": {"ratio": 0.5, "pin_memory": "auto"}},
+        "flops_profiler": {"enabled": True},
+        "fp16": {"enabled": False},
+    }
+    merged, generated = deepspeed_json(own(tmp_path, values), World()), deepspeed_json(THEIRS, World())
+    generated["zero_optimization"]["overlap_comm"] = True
+    generated["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
+    assert merged == {**generated, "flops_profiler": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"optimizer": {"type": "AdamW"}}, "optimizer: the recipe decides this(.|\n)*--lr"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler: the recipe decides this(.|\n)*--warmup"),
+        ({"train_batch_size": 32}, "train_batch_size = 32, and by the recipe it is 4(.|\n)*--batch-size"),
+        ({"gradient_clipping": 5.0}, "gradient_clipping(.|\n)*--max-grad-norm"),
+        ({"fp16": {"enabled": True}}, "fp16: the recipe decides this"),
+        ({"bf16": {"enabled": False}}, "bf16: the recipe decides this(.|\n)*--dtype"),
+        ({"zero_optimization": {"stage": 2}}, "stage is not 3"),
+        ({"zero_optimization": 3}, "zero_optimization must be a section"),
+        ("[1]", "must hold one JSON object"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_what_the_recipe_decides_is_not_ignored_but_refused(tmp_path, values, message):
+    with pytest.raises(RecipeError, match=message):
+        deepspeed_json(own(tmp_path, values), World())
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(RecipeError, match=r"nowhere\.json: cannot be read"):
+        deepspeed_json(dataclasses.replace(THEIRS, deepspeed_config="nowhere.json"), World())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": "penstock", "deepspeed_config": "a.json"}, "only the engine deepspeed knows it"),
+        ({"engine": "penstock", "param_offload": "cpu"}, "only the engine deepspeed knows it"),
+        ({"param_offload": "nvme"}, "goes with param_offload = nvme"),
+        ({"nvme_path": "/disk"}, "goes with param_offload = nvme"),
+        ({"offload_ratio": 1.5}, "between 0 and 1"),
+        ({"bucket_size": 0}, "must be positive"),
+        ({"homes": "stream"}, "offload_ratio"),
+        ({"states": "int8"}, "fp32 moments"),
+        ({"compile": True}, "does not go with DeepSpeed"),
+        ({"update": "in-backward", "max_grad_norm": 0.0}, "DeepSpeed chooses"),
+        ({"save_every": 5}, "cannot save this run"),
+        ({"save_every": 5, "mode": "zerooffload", "param_offload": "nvme", "nvme_path": "/disk"}, "cannot save"),
+    ],
+)
+def test_recipes_that_this_engine_cannot_run(changes, message):
+    with pytest.raises(RecipeError, match=message):
+        dataclasses.replace(THEIRS, **changes)
+
+
+def test_zerooffload_saves():
+    assert dataclasses.replace(THEIRS, mode="zerooffload", save_every=5).save_every == 5
+
+
+def test_presets_carry_the_references_ratios_and_buckets():
+    ratios = {name: recipe.offload_ratio for name, recipe in PRESETS.items() if recipe.offload_ratio != 1.0}
+    assert ratios == {"llama-8b": 0.8, "qwen3-14b": 0.9, "phi-4": 0.9}
+    assert {n for n, r in PRESETS.items() if r.bucket_size != 400_000_000} == {"gpt-oss-20b"}
+    assert PRESETS["gpt-oss-20b"].bucket_size == 800_000_000
