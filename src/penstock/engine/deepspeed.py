@@ -69,7 +69,9 @@ class DeepSpeedEngine:
         config = deepspeed_json(recipe, world)
         deepspeed = start_deepspeed(self._device, world)
         packed = PackedModel(model, recipe, say)
-        self._units = packed.units.units
+        names = module_names(model)
+        # Of units and parameters the names only: the parameters themselves would outlive `release`.
+        self._units = [(names[unit.modules[0]], [name for name, _ in unit.parameters]) for unit in packed.units.units]
         # Before weights are cut, since they lose the number of dimensions that tells which decay.
         groups = [group for group in decay_groups(model, recipe.weight_decay) if group["params"]]
         if leaves := {type(module) for module in model.modules() if type(module).__name__ in LEAF_MODULES}:
@@ -236,15 +238,15 @@ class DeepSpeedEngine:
 
     def placement(self) -> list[UnitState]:
         """This rank's part of every unit, in forward order."""
-        names, parameters = module_names(self.model), dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         found: list[UnitState] = []
-        for unit in self._units:
+        for unit, names in self._units:
             homes: dict[str, int] = {}
-            for name, _ in unit.parameters:
+            for name in names:
                 number, _, count = self._place(parameters[name])
                 home = "host" if self._on_host(number) else "gpu"
                 homes[home] = homes.get(home, 0) + STATE_BYTES * count
-            found += [UnitState(names[unit.modules[0]], home, num_bytes) for home, num_bytes in homes.items()]
+            found += [UnitState(unit, home, num_bytes) for home, num_bytes in homes.items()]
         return found
 
     def _state_bytes(self) -> dict[str, int]:
