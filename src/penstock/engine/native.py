@@ -133,7 +133,8 @@ class NativeEngine:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> float:
         """Mean loss over the trained tokens of all ranks, without dropout."""
-        return mean_loss(self.model, self.packed.loss_sum, batches, self.packed.device, self._world)
+        with self._memory_explained():
+            return mean_loss(self.model, self.packed.loss_sum, batches, self.packed.device, self._world)
 
     def saved_tensors(self) -> dict[str, list[SavedTensor]]:
         """Weights, frozen ones and lasting buffers too, and the state of those that are trained."""
