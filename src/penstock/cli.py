@@ -228,7 +228,7 @@ def _dispatch(words: list[str]) -> int:
         print(f"penstock {__version__}")
         return 0
     if command not in COMMANDS:
-        raise RecipeError(f"unknown command {command!r}", remedy=did_you_mean(command, COMMANDS))
+        raise RecipeError("unknown command", where=command, remedy=did_you_mean(command, COMMANDS))
     return COMMANDS[command](rest)
 
 
@@ -248,8 +248,8 @@ def train(words: list[str]) -> int:
     check_batch(args.recipe.batch_size, machines.ranks)
     started = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and machines.ranks not in (1, int(started)):
-        what = f"--gpus and --nodes ask for {machines.ranks} ranks, and {started} were started"
-        raise RecipeError(what, remedy="Under torchrun leave both out.")
+        what = f"ask for {machines.ranks} ranks, and {started} were started"
+        raise RecipeError(what, where="--gpus and --nodes", remedy="Under torchrun leave both out.")
     if machines.ranks > 1 and "RANK" not in os.environ and not args.dry_run:
         return launch(["train", *words], machines, debug=args.debug)
     follow_launcher()
@@ -301,8 +301,12 @@ def bench(words: list[str]) -> int:
     """Measure a step against its floor and against peers: penstock bench [RECIPE] [--against PEERS]."""
     # Weights are random here, so that a recipe's shape may be changed without saying so.
     args = _parse_with_recipe(BenchArgs, "bench", words, init="random")
-    if args.steps < 1 or args.timeout <= 0:
-        raise RecipeError("--steps and --timeout must be positive")
+    if args.steps < 1:
+        raise RecipeError("must be at least 1", where=f"--steps {args.steps}", remedy="6 is the default.")
+    if args.timeout <= 0:
+        raise RecipeError(
+            "must be positive", where=f"--timeout {args.timeout}", remedy="It is in seconds, such as 600."
+        )
     modes, updates = ("superoffload", "zerooffload"), ("after-norm", "in-backward")
     chosen = {
         "against": _choices("--against", args.against, ("deepspeed", "torchao", "flashoptim")),
@@ -332,7 +336,7 @@ def _choices(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     words = tuple(word.strip() for word in text.split(",") if word.strip())
     for word in words:
         if word not in known:
-            raise RecipeError(f"{flag}: unknown {word!r}", remedy=did_you_mean(word, known))
+            raise RecipeError(f"unknown {word!r}", where=flag, remedy=did_you_mean(word, known))
     return words
 
 
@@ -342,7 +346,7 @@ def _ratios(text: str) -> tuple[float, ...]:
     except ValueError:
         ratios = ()
     if not ratios or not all(0 <= ratio <= 1 for ratio in ratios):
-        raise RecipeError(f"--peer-ratio: {text!r} must be numbers between 0 and 1", remedy="Such as 0.3,0.8.")
+        raise RecipeError("must be numbers between 0 and 1", where=f"--peer-ratio {text!r}", remedy="Such as 0.3,0.8.")
     return ratios
 
 
@@ -350,7 +354,7 @@ def plan(words: list[str]) -> int:
     """Predict memory and speed, here or on another machine: penstock plan [RECIPE] [--gpu gh200 --gpus 2]."""
     args = _parse_with_recipe(PlanArgs, "plan", words, init="random")
     if args.gpus < 1:
-        raise RecipeError(f"--gpus {args.gpus}: must be at least 1")
+        raise RecipeError("must be at least 1", where=f"--gpus {args.gpus}", remedy="1 is the default.")
     from penstock.machines import adjusted, find_machine
     from penstock.plan import report
 
@@ -392,7 +396,8 @@ def export(words: list[str]) -> int:
     args = tyro.cli(ExportArgs, args=words, prog="penstock export")
     _quiet_libraries(args.debug)
     if not (args.to or args.verify):
-        raise RecipeError("nothing to do", remedy="Name a directory with --to, or check checkpoints with --verify.")
+        remedy = "Name a directory with --to, or check checkpoints with --verify."
+        raise RecipeError("nothing to do", where="export", remedy=remedy)
     from penstock.checkpoint.export import export_run, verify_run
     from penstock.report.console import Console
 
@@ -432,7 +437,7 @@ def report(words: list[str]) -> int:
     """Write a page about a run, or compare several: penstock report RUN [RUN2 ...]."""
     args = tyro.cli(ReportArgs, args=words, prog="penstock report")
     if not args.runs:
-        raise RecipeError("no run is named", remedy="Such as: penstock report runs/demo")
+        raise RecipeError("no run is named", where="report", remedy="Such as: penstock report runs/demo")
     from penstock.report.page import report as run
 
     written = run([Path(name) for name in args.runs], to=args.to, images=args.images)

@@ -97,7 +97,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         self.schedule: Schedule = ("after-norm" if max_grad_norm else "in-backward") if schedule == "auto" else schedule
         if self.schedule == "in-backward" and max_grad_norm:
             raise RecipeError(
-                f"max_grad_norm = {max_grad_norm}: with in-backward the norm is not known when weights are updated",
+                "with in-backward the norm is not known when weights are updated",
+                where=f"max_grad_norm = {max_grad_norm}",
                 remedy="Set max_grad_norm to 0, or use the schedule after-norm.",
             )
         trainable = [p for p in model.parameters() if p.requires_grad]
@@ -156,7 +157,8 @@ class OffloadAdamW(torch.optim.Optimizer):
             if p.dtype not in (torch.bfloat16, torch.float32) or p.device != self._device or not p.is_contiguous():
                 raise RecipeError(
                     f"a parameter of shape {tuple(p.shape)} is {p.dtype} on {p.device}",
-                    remedy="OffloadAdamW takes contiguous bf16 and fp32 parameters that are all on one device.",
+                    where="OffloadAdamW",
+                    remedy="It takes contiguous bf16 and fp32 parameters that are all on one device.",
                 )
 
     def _cut(self, index: int, chunk_size: int) -> list[Chunk]:
@@ -261,12 +263,14 @@ class OffloadAdamW(torch.optim.Optimizer):
         if index in self._seen:
             raise RecipeError(
                 "a second backward before step()",
+                where="OffloadAdamW",
                 remedy="Put `with optimizer.accumulate():` around the backward of every micro-batch but the last, "
                 "or set micro_batches to their number.",
             )
         if unit.updates:
             raise RecipeError(
                 f"the weights of {type(unit.module).__name__} are used without calling that module",
+                where="OffloadAdamW",
                 remedy="Name the module that is called instead, with units=[...].",
             )
 
@@ -286,6 +290,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         if changed is not None and changed.read():
             raise RecipeError(
                 "gradients were changed between backward and step()",
+                where="OffloadAdamW",
                 remedy="Let the optimizer clip (its max_grad_norm) and nobody else: Trainer takes max_grad_norm=0.",
             )
 
