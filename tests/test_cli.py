@@ -53,7 +53,7 @@ def test_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):
         (["bench", "demo", "--against", "deepsped"], "Did you mean 'deepspeed'?"),
         (["bench", "demo", "--updates", "after-nrm"], "Did you mean 'after-norm'?"),
         (["bench", "demo", "--peer-ratio", "2"], "between 0 and 1"),
-        (["bench", "demo", "--steps", "0"], "must be positive"),
+        (["bench", "demo", "--steps", "0"], "--steps 0: must be at least 1"),
         (["plan", "llama-8b", "--gpu", "h20"], "Did you mean 'h200'?"),
         (["plan", "llama-8b", "--gpu", "h200", "--gpus", "0"], "--gpus 0: must be at least 1"),
         (["plan", "llama-8b", "--gpu", "h200", "--host-memory", "lots"], "is not a size"),

@@ -1,5 +1,7 @@
-"""What the documentation shows can be run: Python blocks are, and every `penstock` line is parsed."""
+"""What the documentation shows can be run: Python blocks and the notebook are, and every `penstock` line is parsed."""
 
+import importlib.util
+import json
 import os
 import re
 import shlex
@@ -8,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from penstock import cli
 from penstock.presets import PRESETS
@@ -48,5 +51,62 @@ def test_commands_name_flags_and_presets_that_exist(words, tmp_path, monkeypatch
     shown = capsys.readouterr().out
     for flag in (word for word in words if word.startswith("--")):
         assert flag in shown, f"{words[0]} has no {flag}"
-    if words[0] in ("train", "data", "bench") and len(words) > 1 and not words[1].startswith("-"):
+    if words[0] in ("train", "data", "bench", "plan") and len(words) > 1 and not words[1].startswith("-"):
         assert words[1] in PRESETS or words[1].endswith(".yaml")
+
+
+def test_the_notebook_runs_and_its_losses_fall(tmp_path):
+    cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    code.append('assert losses[-1] < 0.3 * losses[0] and rows[-1]["loss"] < 0.3 * rows[0]["loss"]')
+    code.append('assert abs(losses[0] - rows[0]["loss"]) < 1e-3')
+    result = subprocess.run([sys.executable, "-c", "\n".join(code)], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "The capital of France is Paris." in result.stdout
+
+
+def nav_pages():
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    return [page for entry in settings["nav"] for page in entry.values()]
+
+
+def test_every_page_can_be_reached():
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(nav_pages())
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("mkdocstrings"), reason="needs the extra docs")
+def test_the_pages_build_without_a_warning_and_load_nothing_from_elsewhere(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert not re.search("^WARNING", result.stderr, flags=re.M), result.stderr
+    pages = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.html")}
+    assert {page.with_suffix(".html").name for page in (ROOT / "docs").glob("*.md")} <= set(pages)
+    for name, text in pages.items():
+        loaded = re.findall(r"<(?:script|link|img|iframe|source)[^>]*(?:src|href)=\"?https?://[^ >]*", text)
+        assert not loaded, name
+    assert "max_grad_norm" in pages["api.html"]
+    assert "in anyone's training loop" in pages["api.html"]
+    assert "SFTTrainer(" in re.sub(r"<[^>]*>", "", pages["library.html"])
+
+
+def test_figures_of_the_benchmarks_page_are_those_of_the_results():
+    """Each row of its tables: every figure stands in one row of the results, or in the lines below them."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    results = (
+        (ROOT / "benchmarks" / "results" / "2026-11-15-h200" / "table.txt").read_text(encoding="utf-8").splitlines()
+    )
+    rows = [line for line in page.splitlines() if re.match(r"\| (penstock|FlashOptim|torchao|DeepSpeed)", line)]
+    assert len(rows) == 13
+    for row in rows:
+        step, over, tokens = re.search(r"\| (\d\.\d{3}) \| (\d\.\d{3}) \| ([\d,]+) \|", row).groups()
+        assert any(f" {step}   {over} " in line and f" {tokens} " in line for line in results), row
+    for resident, streamed, host in re.findall(r"\| ([\d.]+), ([\d.]+), ([\d.]+) GB \|", page):
+        held = f"resident {resident} GB, streamed {streamed} GB, host state {host} GB"
+        assert any(held in line for line in results), held
+
+
+def test_no_page_knows_the_machine_it_was_written_on():
+    pages = [*PAGES, ROOT / "docs" / "notebook.ipynb", ROOT / "mkdocs.yml"]
+    for page in pages:
+        assert not re.search(r"/(root|home|tmp|work)/", page.read_text(encoding="utf-8")), page.name

@@ -230,7 +230,7 @@ def _dispatch(words: list[str]) -> int:
         print(f"penstock {__version__}")
         return 0
     if command not in COMMANDS:
-        raise RecipeError(f"unknown command {command!r}", remedy=did_you_mean(command, COMMANDS))
+        raise RecipeError("unknown command", where=command, remedy=did_you_mean(command, COMMANDS))
     return COMMANDS[command](rest)
 
 
@@ -250,8 +250,8 @@ def train(words: list[str]) -> int:
     check_batch(args.recipe.batch_size, machines.ranks)
     started = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and machines.ranks not in (1, int(started)):
-        what = f"--gpus and --nodes ask for {machines.ranks} ranks, and {started} were started"
-        raise RecipeError(what, remedy="Under torchrun leave both out.")
+        what = f"ask for {machines.ranks} ranks, and {started} were started"
+        raise RecipeError(what, where="--gpus and --nodes", remedy="Under torchrun leave both out.")
     if machines.ranks > 1 and "RANK" not in os.environ and not args.dry_run:
         return launch(["train", *words], machines, debug=args.debug)
     follow_launcher()
@@ -304,9 +304,13 @@ def bench(words: list[str]) -> int:
     # Weights are random here, so that a recipe's shape may be changed without saying so.
     args = _parse_with_recipe(BenchArgs, "bench", words, init="random")
     if args.recipe.engine != "penstock":
-        raise RecipeError("--engine: bench measures ours", remedy="DeepSpeed is a peer: --against deepspeed.")
-    if args.steps < 1 or args.timeout <= 0:
-        raise RecipeError("--steps and --timeout must be positive")
+        raise RecipeError("bench measures ours", where="--engine", remedy="DeepSpeed is a peer: --against deepspeed.")
+    if args.steps < 1:
+        raise RecipeError("must be at least 1", where=f"--steps {args.steps}", remedy="6 is the default.")
+    if args.timeout <= 0:
+        raise RecipeError(
+            "must be positive", where=f"--timeout {args.timeout}", remedy="It is in seconds, such as 600."
+        )
     modes, updates = ("superoffload", "zerooffload"), ("after-norm", "in-backward")
     chosen = {
         "against": _choices("--against", args.against, ("deepspeed", "torchao", "flashoptim")),
@@ -336,7 +340,7 @@ def _choices(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     words = tuple(word.strip() for word in text.split(",") if word.strip())
     for word in words:
         if word not in known:
-            raise RecipeError(f"{flag}: unknown {word!r}", remedy=did_you_mean(word, known))
+            raise RecipeError(f"unknown {word!r}", where=flag, remedy=did_you_mean(word, known))
     return words
 
 
@@ -346,7 +350,7 @@ def _ratios(text: str) -> tuple[float, ...]:
     except ValueError:
         ratios = ()
     if not ratios or not all(0 <= ratio <= 1 for ratio in ratios):
-        raise RecipeError(f"--peer-ratio: {text!r} must be numbers between 0 and 1", remedy="Such as 0.3,0.8.")
+        raise RecipeError("must be numbers between 0 and 1", where=f"--peer-ratio {text!r}", remedy="Such as 0.3,0.8.")
     return ratios
 
 
@@ -354,9 +358,11 @@ def plan(words: list[str]) -> int:
     """Predict memory and speed, here or on another machine: penstock plan [RECIPE] [--gpu gh200 --gpus 2]."""
     args = _parse_with_recipe(PlanArgs, "plan", words, init="random")
     if args.recipe.engine != "penstock":
-        raise RecipeError("--engine: the plan is of ours", remedy="Leave it out: of DeepSpeed nothing is predicted.")
+        raise RecipeError(
+            "the plan is of ours", where="--engine", remedy="Leave it out: of DeepSpeed nothing is predicted."
+        )
     if args.gpus < 1:
-        raise RecipeError(f"--gpus {args.gpus}: must be at least 1")
+        raise RecipeError("must be at least 1", where=f"--gpus {args.gpus}", remedy="1 is the default.")
     from penstock.machines import adjusted, find_machine
     from penstock.plan import report
 
@@ -398,7 +404,8 @@ def export(words: list[str]) -> int:
     args = tyro.cli(ExportArgs, args=words, prog="penstock export")
     _quiet_libraries(args.debug)
     if not (args.to or args.verify):
-        raise RecipeError("nothing to do", remedy="Name a directory with --to, or check checkpoints with --verify.")
+        remedy = "Name a directory with --to, or check checkpoints with --verify."
+        raise RecipeError("nothing to do", where="export", remedy=remedy)
     from penstock.checkpoint.export import export_run, verify_run
     from penstock.report.console import Console
 
@@ -438,7 +445,7 @@ def report(words: list[str]) -> int:
     """Write a page about a run, or compare several: penstock report RUN [RUN2 ...]."""
     args = tyro.cli(ReportArgs, args=words, prog="penstock report")
     if not args.runs:
-        raise RecipeError("no run is named", remedy="Such as: penstock report runs/demo")
+        raise RecipeError("no run is named", where="report", remedy="Such as: penstock report runs/demo")
     from penstock.report.page import report as run
 
     written = run([Path(name) for name in args.runs], to=args.to, images=args.images)

@@ -58,8 +58,8 @@ class CheckpointError(UserError):
 class Interrupted(UserError):
     """The run was told to stop; what it had was written first."""
 
-    def __init__(self, what: str, *, signal_number: int, remedy: str = "") -> None:
-        super().__init__(what, remedy=remedy)
+    def __init__(self, what: str, *, signal_number: int, where: str = "", remedy: str = "") -> None:
+        super().__init__(what, where=where, remedy=remedy)
         self.exit_code = 128 + signal_number
 
 

@@ -19,7 +19,8 @@ def pick_device(choice: str) -> torch.device:
     import torch
 
     if choice == "cuda" and not torch.cuda.is_available():
-        raise RecipeError("device = 'cuda': torch sees no GPU", remedy="Use --device cpu, or install a CUDA torch.")
+        remedy = "Use --device cpu. If there is a GPU, `penstock doctor` says why torch does not see it."
+        raise RecipeError("torch sees no GPU", where="device = 'cuda'", remedy=remedy)
     return torch.device("cuda" if choice != "cpu" and torch.cuda.is_available() else "cpu")
 
 

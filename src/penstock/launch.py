@@ -41,14 +41,18 @@ class Machines:
     def __post_init__(self) -> None:
         host, _, port = self.rendezvous.rpartition(":")
         if self.gpus < 1 or self.nodes < 1:
-            raise RecipeError("--gpus and --nodes must be at least 1")
+            where = f"--gpus {self.gpus} --nodes {self.nodes}"
+            raise RecipeError("must be at least 1", where=where, remedy="1 is the default of both.")
         if not 0 <= self.node_rank < self.nodes:
             raise RecipeError(
-                f"--node-rank {self.node_rank}: there are {self.nodes} machines", remedy="They count from 0."
+                f"there are {self.nodes} machines",
+                where=f"--node-rank {self.node_rank}",
+                remedy=f"They count from 0: the last is {self.nodes - 1}.",
             )
         if self.nodes > 1 and not (host and port.isdigit()):
             raise RecipeError(
-                f"--rendezvous {self.rendezvous!r}: {self.nodes} machines must find each other",
+                f"{self.nodes} machines must find each other",
+                where=f"--rendezvous {self.rendezvous!r}",
                 remedy="Name an address of the first one and a free port there, such as 10.0.0.1:29500.",
             )
 
@@ -73,7 +77,8 @@ def check_batch(batch_size: int, ranks: int) -> None:
     """Every rank needs a row of a step."""
     if batch_size < ranks:
         raise RecipeError(
-            f"batch_size = {batch_size}: is for all ranks together, and {ranks} ranks need a row each",
+            f"is for all ranks together, and {ranks} ranks need a row each",
+            where=f"batch_size = {batch_size}",
             remedy=f"Use --batch-size {ranks} or more, or fewer ranks.",
         )
 

@@ -161,7 +161,7 @@ def find_machine(gpu: str, *, host_memory: str = "", link: str = "", cores: int 
     """A known machine, with what the caller knows better."""
     known = MACHINES.get(gpu.lower())
     if known is None:
-        raise RecipeError(f"--gpu {gpu}: no such machine is known", remedy=did_you_mean(gpu, MACHINES))
+        raise RecipeError("no such machine is known", where=f"--gpu {gpu}", remedy=did_you_mean(gpu, MACHINES))
     return adjusted(known, host_memory=host_memory, link=link, cores=cores, gpu_memory=gpu_memory)
 
 
@@ -173,14 +173,15 @@ def adjusted(
         machine = dataclasses.replace(machine, host_bytes=parse_bytes(host_memory, "--host-memory"))
     if gpu_memory:
         if machine.unified:
-            raise RecipeError(f"--gpu-memory: {machine.name} has one memory", remedy="Set it with --host-memory.")
+            what, remedy = f"{machine.name} has one memory for GPU and host", "Set it with --host-memory."
+            raise RecipeError(what, where="--gpu-memory", remedy=remedy)
         machine = dataclasses.replace(machine, gpu_bytes=parse_bytes(gpu_memory, "--gpu-memory"))
     if link:
         peak = parse_bytes(link.removesuffix("/s"), "--link")
         machine = dataclasses.replace(machine, link_bytes_per_s=peak * LINK_SHARE, measured=False)
     if cores:
         if cores < 0:
-            raise RecipeError(f"--cores {cores}: must be positive")
+            raise RecipeError("must be positive", where=f"--cores {cores}", remedy="0, the default: as known.")
         rate = machine.host_params_per_s * cores / machine.cores
         machine = dataclasses.replace(machine, cores=cores, host_params_per_s=rate, measured=False)
     return machine
@@ -193,5 +194,6 @@ def parse_bytes(text: str, flag: str) -> int:
     """480GiB, 128GB, 1.5TiB, or plain bytes."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", text.lower())
     if not match or float(match[1]) <= 0:
-        raise RecipeError(f"{flag} {text!r}: is not a size", remedy="Such as 480GiB or 128GB; a rate is 450GB/s.")
+        remedy = "Such as 480GiB or 128GB; a rate is 450GB/s."
+        raise RecipeError("is not a size", where=f"{flag} {text!r}", remedy=remedy)
     return int(float(match[1]) * _UNITS[match[2] or ""])

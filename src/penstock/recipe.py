@@ -155,7 +155,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for field, rule, remedy in _broken_rules(self):
-            raise RecipeError(f"{field} = {getattr(self, field)!r}: {rule}", remedy=remedy)
+            raise RecipeError(rule, where=f"{field} = {getattr(self, field)!r}", remedy=remedy)
 
     @property
     def run_dir(self) -> Path:
@@ -187,7 +187,7 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
     numbers = {name: getattr(r, name) for name in FIELDS if isinstance(getattr(r, name), float)}
     recompute_layers = 0 if isinstance(r.recompute, str) else r.recompute
     checks: list[tuple[bool, str, str, str]] = [
-        *((math.isfinite(v), f, "must be a finite number", "") for f, v in numbers.items()),
+        *((math.isfinite(v), f, "must be a finite number", "Such as 0.5 or 1e-5.") for f, v in numbers.items()),
         (bool(r.name.strip()) and "/" not in r.name, "name", "must be a word without '/'", "A path is --output-dir."),
         (r.lr > 0, "lr", "must be positive", "A usual value is 1e-5."),
         (r.eps > 0, "eps", "must be positive", "A usual value is 1e-8."),
@@ -195,25 +195,26 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (0 <= r.warmup <= 1, "warmup", "must be between 0 and 1", "It is a share of the steps: 0.05 warms up for 5 %."),
         (all(0 <= b < 1 for b in r.betas), "betas", "each must be at least 0 and under 1", "Usual: 0.9 0.999."),
         (r.max_grad_norm >= 0, "max_grad_norm", "must not be negative", "0 switches clipping off."),
-        (r.epochs > 0, "epochs", "must be positive", ""),
+        (r.epochs > 0, "epochs", "must be positive", "1 is one pass over the data; 0.5 is half of one."),
         (r.max_steps >= 0, "max_steps", "must not be negative", "0 means as many as the epochs take."),
-        (r.batch_size >= 1, "batch_size", "must be at least 1", ""),
+        (r.batch_size >= 1, "batch_size", "must be at least 1", "It is the number of rows in a step."),
         (r.micro_batch_size >= 0, "micro_batch_size", "must not be negative", "0 means the whole batch."),
         (r.rows_at_once <= r.batch_size, "micro_batch_size", f"is more than batch_size {r.batch_size}", "Lower it."),
         (r.max_length >= 2, "max_length", "must be at least 2", "A token is predicted from the one before it."),
-        (0 < r.data_percent <= 100, "data_percent", "must be over 0 and at most 100", ""),
+        (0 < r.data_percent <= 100, "data_percent", "must be over 0 and at most 100", "10 uses a tenth of them."),
         (0 <= r.validation <= 0.5, "validation", "must be between 0 and 0.5", "It is a share: 0.05 holds out 5 %."),
         (not (r.validation and r.eval_data), "validation", "does not go with eval_data", "Leave one of them out."),
         (r.eval_every >= 0, "eval_every", "must not be negative", "0 evaluates at the end only."),
         (not r.eval_every or bool(r.validation or r.eval_data), "eval_every", "there is nothing to evaluate on",
          "Hold examples out with --validation 0.05, or name a file with --eval-data."),
-        (r.log_every >= 1, "log_every", "must be at least 1", ""),
+        (r.log_every >= 1, "log_every", "must be at least 1", "1 shows every step; --quiet shows none."),
         (r.save_every >= 0, "save_every", "must not be negative", "0 saves at the end and when interrupted."),
         (r.keep >= 0, "keep", "must not be negative", "0 saves no checkpoints at all."),
         (not r.save_every or r.keep >= 1, "save_every", "does not go with keep = 0", "Leave one of them out."),
-        (r.skip_limit >= 1, "skip_limit", "must be at least 1", ""),
-        (0 <= r.seed < 2**32, "seed", "must be between 0 and 4294967295", ""),
-        (recompute_layers >= 0, "recompute", "must be full, selected, none, or a number of layers", ""),
+        (r.skip_limit >= 1, "skip_limit", "must be at least 1", "10 is the default."),
+        (0 <= r.seed < 2**32, "seed", "must be between 0 and 4294967295", "42 is the default."),
+        (recompute_layers >= 0, "recompute", "must be full, selected, none, or a number of layers",
+         "Use none, or 0, to keep all activations."),
         (not r.shape or r.init == "random", "shape", "needs random weights", "Add --init random."),
         (0 < r.cpu_adam_cores <= 1, "cpu_adam_cores", "must be over 0 and at most 1", "It is a share of the cores."),
         (r.update != "in-backward" or not r.max_grad_norm, "update", "the global norm is not known in backward",
@@ -288,7 +289,7 @@ def with_values(base: Recipe, values: dict[str, object], where: str) -> Recipe:
     try:
         return dataclasses.replace(base, **changes)
     except RecipeError as error:
-        raise RecipeError(error.what, where=where, remedy=error.remedy) from None
+        raise RecipeError(error.what, where=f"{where}: {error.where}", remedy=error.remedy) from None
 
 
 def _coerce(value: object, hint: Any, where: str) -> Any:
@@ -321,7 +322,8 @@ def _coerce(value: object, hint: Any, where: str) -> Any:
             pass
     elif isinstance(value, hint):
         return value
-    raise RecipeError(f"{value!r} is not {_type_name(hint)}", where=where)
+    remedy = "`penstock train --help` says what each field takes."
+    raise RecipeError(f"{value!r} is not {_type_name(hint)}", where=where, remedy=remedy)
 
 
 def _type_name(hint: Any) -> str:

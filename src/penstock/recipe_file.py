@@ -19,13 +19,16 @@ def find_recipe(name: str) -> Recipe:
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         remedy = did_you_mean(name, PRESETS) + " Or name a .yaml file."
-        raise RecipeError(f"there is no preset {name!r}", remedy=remedy)
+        raise RecipeError("there is no such preset", where=name, remedy=remedy)
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except OSError as error:
-        raise RecipeError(f"cannot be read ({error.strerror})", where=name, remedy="Is the path right?") from None
+        raise RecipeError(
+            f"cannot be read ({error.strerror})", where=name, remedy="Check the path of the recipe."
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"is not YAML: {' '.join(str(error).split())}", where=name) from None
+        what = f"is not YAML: {' '.join(str(error).split())}"
+        raise RecipeError(what, where=name, remedy="It holds lines such as lr: 2e-5, each field once.") from None
     if not isinstance(values, dict):
         raise RecipeError("must hold `field: value` lines", where=name, remedy="For example: lr: 2e-5")
     preset = values.pop("preset", None)

@@ -246,8 +246,8 @@ def interrupted(recipe: Recipe, stop: Stop, step: int, total_steps: int) -> Inte
         kept, remedy = f"saved in {run_dir / CHECKPOINTS}", "The same command with --resume goes on."
     else:
         kept, remedy = f"the model as it was then is in {run_dir / 'model'}", "With --keep 0 it cannot go on."
-    what = f"stopped by {name} after step {step} of {total_steps}; {kept}"
-    return Interrupted(what, signal_number=stop.number, remedy=remedy)
+    where = f"step {step} of {total_steps}"
+    return Interrupted(f"stopped by {name}; {kept}", signal_number=stop.number, where=where, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -478,6 +478,7 @@ def memory_advice(recipe: Recipe) -> Iterator[None]:
         smaller = max(1, recipe.rows_at_once // 2)
         raise DoesNotFit(
             f"the GPU is out of memory with {recipe.rows_at_once} rows of {recipe.max_length} tokens at once: {error}",
+            where=recipe.name,
             remedy=f"Try --recompute full, --micro-batch-size {smaller}, or a shorter --max-length.",
         ) from error
 

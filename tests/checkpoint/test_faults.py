@@ -192,7 +192,7 @@ def test_a_signal_in_mid_step_finishes_it_and_saves(server, tmp_path, whole_run,
     run = tmp_path / "run"
     ended = server.train(run, "--max-steps", "6", "--keep", "2", code=AT_STEP.format(name=name))
     assert ended.code == 128 + getattr(signal, name), ended.text
-    assert f"stopped by {name} after step 3 of 6" in ended.text
+    assert f"step 3 of 6: stopped by {name}" in ended.text
     assert "--resume" in ended.text
     assert "Traceback" not in ended.text
     assert [path.name for path in checkpoints(run)] == ["step-00000003"]
@@ -216,7 +216,7 @@ def test_a_signal_during_a_save_ends_the_run_after_it(server, tmp_path, whole_ru
     run = tmp_path / "run"
     ended = server.train(run, *STEPS, fault=[str(run / "checkpoints"), 20, TERMINATE])
     assert ended.code == 143, ended.text
-    assert "stopped by SIGTERM after step 2 of 6" in ended.text
+    assert "step 2 of 6: stopped by SIGTERM" in ended.text
     assert [path.name for path in checkpoints(run)] == ["step-00000002"]
     assert is_whole(checkpoints(run)[0])
     assert resume(server, run).code == 0

@@ -153,5 +153,5 @@ def test_a_format_of_the_future_is_said(tmp_path):
     values = json.loads((saved.path / "manifest.json").read_text())
     values.pop("checksum")
     (saved.path / "manifest.json").write_text(json.dumps(store._sealed(values | {"format": 2})))
-    with pytest.raises(CheckpointError, match="format 2, this version of penstock reads 1"):
+    with pytest.raises(CheckpointError, match="has format 2, and 1 is read here"):
         open_checkpoint(saved.path)

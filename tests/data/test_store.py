@@ -223,7 +223,7 @@ def test_a_full_disk_is_said_to_be_one(write, chatml, alpaca_rows):
     said = []
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # no file may pass 4 KiB, in the cache or elsewhere
-        with pytest.raises(DoesNotFit, match="can be written nowhere") as caught:
+        with pytest.raises(DoesNotFit, match="cannot be written") as caught:
             open_it(path, chatml, said.append)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

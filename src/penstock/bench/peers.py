@@ -120,7 +120,7 @@ def run_process(command: Sequence[str], *, timeout_s: float, log: Path, env: dic
     """
     peak = 0
     deadline = time.monotonic() + timeout_s
-    with log.open("wb") as file, _stoppable():
+    with log.open("wb") as file, _stoppable(log.parent):
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -145,11 +145,12 @@ def run_process(command: Sequence[str], *, timeout_s: float, log: Path, env: dic
 
 
 @contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
+def _stoppable(results: Path) -> Iterator[None]:
     """SIGTERM, such as a job's own time limit sends, unwinds like Ctrl-C: dying of it would leave the group running."""
 
     def stop(number: int, frame: object) -> None:
-        raise Interrupted("stopped by SIGTERM; the rows so far are written", signal_number=number)
+        what, remedy = "stopped by SIGTERM; the rows so far are written", "The same command again adds rows to them."
+        raise Interrupted(what, signal_number=number, where=str(results), remedy=remedy)
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield

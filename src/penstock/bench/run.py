@@ -116,7 +116,7 @@ def variants(recipe: Recipe, modes: Sequence[str], updates: Sequence[str], forma
                 changes: dict[str, Any] = {"mode": mode, "update": update, "states": states, "max_grad_norm": clip}
                 found.append(dataclasses.replace(recipe, **changes))
     if not found:
-        raise RecipeError("zerooffload updates after backward", remedy="Add after-norm to --updates.")
+        raise RecipeError("zerooffload updates after backward", where="--updates", remedy="Add after-norm to it.")
     return found
 
 
@@ -199,7 +199,7 @@ def our_rows(case: Case, model: PreTrainedModel, wanted: list[Recipe], steps: in
         floor_s = _time_floor(PackedModel(model, recipe, say), batches, steps)
     except torch.OutOfMemoryError:
         raise DoesNotFit(
-            f"forward and backward of {recipe.rows_at_once} x {recipe.max_length} tokens, without any optimizer",
+            f"{recipe.rows_at_once} x {recipe.max_length} tokens do not fit even without an optimizer",
             where=describe(device),
             remedy="Try --recompute full, or a smaller --micro-batch-size.",
         ) from None

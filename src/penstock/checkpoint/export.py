@@ -31,6 +31,12 @@ from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.offload.state import weight_tensors
 from penstock.recipe import Recipe
 
+OCCUPIED = "Name a directory that does not exist yet, or remove this one."
+NO_ROOM = "Free space there, or write it elsewhere: `penstock export RUN --to DIR`. Nothing of it was left behind."
+UNCHECKED = (
+    "What was written is left there, and checkpoints are untouched. Try `penstock export RUN --to DIR`; if it says so "
+    "again, please report it with the name of the model."
+)
 PROBE = "Water flows through the penstock and turns the turbine."
 
 
@@ -44,7 +50,7 @@ def export(
 ) -> None:
     """Write model and tokenizer to `directory`, which must not exist yet."""
     if directory.exists():
-        raise OutputError("there is something already", where=str(directory), remedy="Name another directory.")
+        raise OutputError("there is something already", where=str(directory), remedy=OCCUPIED)
     written = directory.with_name(f"{directory.name}.unchecked")
     shutil.rmtree(written, ignore_errors=True)  # of an export that was cut off
     with stock_attention(model):
@@ -54,7 +60,7 @@ def export(
             tokenizer.save_pretrained(written)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(written, ignore_errors=True)
-            raise DoesNotFit(f"cannot write the model: {error}", where=str(directory)) from error
+            raise DoesNotFit(f"cannot write the model: {error}", where=str(directory), remedy=NO_ROOM) from error
         _compare(model, tokenizer, written, trust_remote_code)  # if it fails, what was trained is still in `written`
     written.rename(directory)
 
@@ -110,17 +116,19 @@ def _compare(
     weights = dict(model.named_parameters())
     for name, weight in again.named_parameters():
         if not torch.equal(weight, weights[name].to(device)):
-            raise CheckpointError("the exported weight differs from the trained one", where=f"{written}: {name}")
+            what = "the exported weight differs from the trained one"
+            raise CheckpointError(what, where=f"{written}: {name}", remedy=UNCHECKED)
     tokenizer_again = AutoTokenizer.from_pretrained(written, trust_remote_code=trust_remote_code)
     if tokenizer_again.eos_token_id != tokenizer.eos_token_id or end_tokens_of(again) != end_tokens_of(model):
-        raise CheckpointError("the exported end token differs", where=str(written))
+        raise CheckpointError("the exported end token differs", where=str(written), remedy=UNCHECKED)
     ids = torch.tensor([tokenizer(PROBE)["input_ids"]])
     expected, got = logits_of(model, ids), logits_of(again, ids)
     # Same weights, same code. On one device only the order of additions is left; host and GPU also round differently.
     tolerance = 2**-8 if device == next(model.parameters()).device else 2**-4
     if not torch.allclose(expected, got, rtol=0, atol=float(expected.abs().max()) * tolerance):
         difference = float((expected - got).abs().max())
-        raise CheckpointError(f"logits of the exported model differ by {difference:.3g}", where=str(written))
+        what = f"logits of the exported model differ by {difference:.3g}"
+        raise CheckpointError(what, where=str(written), remedy=UNCHECKED)
 
 
 @torch.no_grad()

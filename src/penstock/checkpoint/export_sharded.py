@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from penstock.checkpoint.export import PROBE, end_tokens_of, logits_of
+from penstock.checkpoint.export import NO_ROOM, OCCUPIED, PROBE, UNCHECKED, end_tokens_of, logits_of
 from penstock.checkpoint.tensors import receive_blocks, send_tensors
 from penstock.engine.ranks import World
 from penstock.engine.sharded import load_for_ranks
@@ -66,7 +66,7 @@ def _write(
     parameters: list[SavedTensor],
 ) -> None:
     if directory.exists():
-        raise OutputError("there is something already", where=str(directory), remedy="Name another directory.")
+        raise OutputError("there is something already", where=str(directory), remedy=OCCUPIED)
     shutil.rmtree(written, ignore_errors=True)  # of an export that was cut off
     try:
         written.mkdir(parents=True)
@@ -80,7 +80,7 @@ def _write(
         _write_weights(written, _renamed(model, parameters))
     except (OSError, SafetensorError) as error:
         shutil.rmtree(written, ignore_errors=True)
-        raise DoesNotFit(f"cannot write the model: {error}", where=str(directory)) from error
+        raise DoesNotFit(f"cannot write the model: {error}", where=str(directory), remedy=NO_ROOM) from error
 
 
 def _renamed(model: PreTrainedModel, parameters: list[SavedTensor]) -> Iterator[tuple[str, Tensor]]:
@@ -141,12 +141,14 @@ def _compare(
     weights = dict(model.named_parameters())
     for name, weight in again.named_parameters():
         if not torch.equal(local(weight), local(weights[name])):
-            raise CheckpointError("the exported weight differs from the trained one", where=f"{written}: {name}")
+            what = "the exported weight differs from the trained one"
+            raise CheckpointError(what, where=f"{written}: {name}", remedy=UNCHECKED)
     tokenizer_again = AutoTokenizer.from_pretrained(written, trust_remote_code=recipe.trust_remote_code)
     if tokenizer_again.eos_token_id != tokenizer.eos_token_id or end_tokens_of(again) != end_tokens_of(model):
-        raise CheckpointError("the exported end token differs", where=str(written))
+        raise CheckpointError("the exported end token differs", where=str(written), remedy=UNCHECKED)
     ids = torch.tensor([tokenizer(PROBE)["input_ids"]])
     expected, got = logits_of(model, ids), logits_of(again, ids)
     if not torch.allclose(expected, got, rtol=0, atol=float(expected.abs().max()) * 2**-8):
         difference = float((expected - got).abs().max())
-        raise CheckpointError(f"logits of the exported model differ by {difference:.3g}", where=str(written))
+        what = f"logits of the exported model differ by {difference:.3g}"
+        raise CheckpointError(what, where=str(written), remedy=UNCHECKED)

@@ -155,7 +155,8 @@ def disk_advice(run_dir: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DoesNotFit(what, where=str(run_dir), remedy=f"Free space on the disk. {left}") from error
         if error.errno in (errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE):
-            raise OutputError(what, where=str(run_dir), remedy=left) from error
+            remedy = f"See that the disk is there and can be written. {left}"
+            raise OutputError(what, where=str(run_dir), remedy=remedy) from error
         raise
 
 
@@ -179,7 +180,8 @@ def find_saved(run_dir: Path, wanted: str) -> Saved | None:
             position = Position(**run.pop("position"))
             return Saved(checkpoint, position, **run)
         except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"does not describe a run: {error!r}", where=str(path / "run.json")) from None
+            what, remedy = f"does not describe a run: {error!r}", "It was written by another version of penstock."
+            raise CheckpointError(what, where=str(path / "run.json"), remedy=remedy) from None
 
 
 def goes_on_in(run_dir: Path, resume: str) -> bool:

@@ -166,6 +166,9 @@ def _free_name(directory: Path, step: int) -> str:
     return f"step-{step:08}" + (f".{max(taken) + 1}" if taken else "")
 
 
+DAMAGED = "A damaged checkpoint cannot be mended; the others are not touched by it."
+OTHER_MODEL = "The checkpoint is of another model: give the one that the run began with."
+
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -181,17 +184,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if checksum != _sealed(values)["checksum"]:
             raise ValueError("its checksum is another")
         if values["format"] != FORMAT:
-            raise ValueError(f"it has format {values['format']}, this version of penstock reads {FORMAT}")
+            what = f"has format {values['format']}, and {FORMAT} is read here"
+            raise CheckpointError(what, where=str(manifest), remedy="Use the version of penstock that wrote it.")
         files = {str(name): Digest(int(d["num_bytes"]), str(d["xxh3_128"])) for name, d in values["files"].items()}
         step = int(values["step"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the manifest is damaged: {error}", where=str(manifest)) from None
+        raise CheckpointError(f"the manifest is damaged: {error}", where=str(manifest), remedy=DAMAGED) from None
     for name in files:
         if not _FILE.fullmatch(name) or name == MANIFEST:
             what = f"names {name!r}, which is no name of a file in this directory that a checkpoint may hold"
-            raise CheckpointError(what, where=str(manifest), remedy="Distrust it.")
+            raise CheckpointError(what, where=str(manifest), remedy="Somebody changed it: do not use this checkpoint.")
     if _STEP.fullmatch(path.name) and _place(path.name)[0] != step:
-        raise CheckpointError(f"is of step {step} and called {path.name}", where=str(manifest))
+        what = f"is of step {step} and called {path.name}"
+        raise CheckpointError(what, where=str(manifest), remedy=f"Rename the directory to step-{step:08}.")
     return Checkpoint(path, step, files)
 
 
@@ -200,14 +205,15 @@ def verify(checkpoint: Checkpoint, say: Say) -> None:
     listed = checkpoint.files.keys() | {MANIFEST}
     for path in checkpoint.path.iterdir():
         if path.name not in listed:
-            raise CheckpointError("does not belong to the checkpoint", where=str(path))
+            what = "does not belong to the checkpoint"
+            raise CheckpointError(what, where=str(path), remedy="Move the file elsewhere.")
     transfer = Transfer("checking", checkpoint.num_bytes, say)
     with ThreadPoolExecutor(max(1, min(8, len(usable_cores()))), "penstock-verify") as pool:
         largest_first = sorted(checkpoint.files, key=lambda name: -checkpoint.files[name].num_bytes)
         found = pool.map(lambda name: _damage(checkpoint, name, transfer), largest_first)
         damages = {name: damage for name, damage in zip(largest_first, found, strict=True) if damage}
     for name, damage in sorted(damages.items()):
-        raise CheckpointError(damage, where=str(checkpoint.path / name))
+        raise CheckpointError(damage, where=str(checkpoint.path / name), remedy=DAMAGED)
 
 
 def _damage(checkpoint: Checkpoint, name: str, transfer: Transfer) -> str:
@@ -237,7 +243,7 @@ def read_document(checkpoint: Checkpoint, name: str) -> Any:
     file = f"{name}.json"
     damage = _damage(checkpoint, file, Transfer("", 0, lambda _: None)) if file in checkpoint.files else "is missing"
     if damage:
-        raise CheckpointError(damage, where=str(checkpoint.path / file))
+        raise CheckpointError(damage, where=str(checkpoint.path / file), remedy=DAMAGED)
     return json.loads((checkpoint.path / file).read_bytes())
 
 
@@ -263,11 +269,11 @@ def read_tensors(
     for name in sorted(wanted.keys() | stored.keys()):
         if name not in stored or name not in wanted:
             lacks = "the checkpoint lacks it" if name in wanted else "the model has no such tensor"
-            raise CheckpointError(f"{name}: {lacks}", where=str(checkpoint.path))
+            raise CheckpointError(f"{name}: {lacks}", where=str(checkpoint.path), remedy=OTHER_MODEL)
         there, here = (stored[name].shape, stored[name].stored), (wanted[name].shape, wanted[name].dtype)
         if there != here:
             what = f"is {list(there[0])} {there[1]} here and {list(here[0])} {here[1]} in the model"
-            raise CheckpointError(f"{name} {what}", where=str(stored[name].path))
+            raise CheckpointError(f"{name} {what}", where=str(stored[name].path), remedy=OTHER_MODEL)
     transfer = Transfer("loading", sum(tensor.num_bytes for tensor in tensors), say)
     with ThreadPoolExecutor(NUM_THREADS if num_ranks == 1 else 1, "penstock-load") as pool:
         for _ in pool.map(lambda path: read_file(path, wanted, transfer, num_ranks), files):

@@ -57,5 +57,8 @@ def _told(world: World, act: Any) -> list[Any]:
         raise failure
     for rank, (message, _) in enumerate(everyone):
         if message:
-            raise OutputError(f"rank {rank} could not save: {message}")
+            remedy = (
+                "The checkpoint before it is whole: when that disk is well, the same command with --resume goes on."
+            )
+            raise OutputError(f"could not save: {message}", where=f"rank {rank}", remedy=remedy)
     return [value for _, value in everyone]

@@ -164,7 +164,9 @@ def write_examples(
 ) -> Written:
     """Tokenize every row of the source into flat files in `directory`."""
     if not tokenizer.is_fast:
-        raise ModelError("the tokenizer is not a fast one (tokenizers library), so spans cannot be found in its output")
+        what = "the tokenizer is not a fast one (it has no tokenizer.json), so where responses lie cannot be told"
+        remedy = "Name one that has, with --tokenizer; most models on the Hub do."
+        raise ModelError(what, where=recipe.tokenizer or recipe.model, remedy=remedy)
     rows = source.read()
     first = next(rows)  # a source raises rather than being empty
     form: Format = detect_format(first) if recipe.data_format == "auto" else recipe.data_format

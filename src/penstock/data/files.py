@@ -40,19 +40,23 @@ class Row:
         return f"{self.file}:{self.line}"
 
 
+_ONE_ROW = "It needs at least one row; was it written to the end?"
+
+
 def read_file(path: Path) -> Iterator[Row]:
     """Every row of a file, by its extension."""
     if path.stat().st_size == 0:
-        raise DataError("the file is empty", where=str(path))
+        raise DataError("the file is empty", where=str(path), remedy=_ONE_ROW)
     found = False
     try:
         for row in READERS[path.suffix.lower()](path):
             found = True
             yield row
     except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        remedy = "See that the file is there, and that you may read it."
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
     if not found:
-        raise DataError("no rows in the file", where=str(path))
+        raise DataError("no rows in the file", where=str(path), remedy=_ONE_ROW)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -111,6 +115,9 @@ def _no_constants(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
 
 
+_MEND = "Mend or remove the line; if it is the last one, see that the file was written to its end."
+
+
 def _row(value: object, source: str, name: str, line: int) -> Row:
     """`value`, parsed from `source`, as a row."""
     where = f"{name}:{line}"
@@ -127,16 +134,16 @@ def _row(value: object, source: str, name: str, line: int) -> Row:
     return Row(value, name, line)
 
 
-def _bad_json(error: Exception, name: str, line: int, column: int | None = None, remedy: str = "") -> DataError:
+def _bad_json(error: Exception, name: str, line: int, column: int | None = None, remedy: str = _MEND) -> DataError:
     if isinstance(error, RecursionError):
-        return DataError("the row is nested too deeply", where=f"{name}:{line}")
+        return DataError("the row is nested too deeply", where=f"{name}:{line}", remedy="Flatten or remove it.")
     if isinstance(error, json.JSONDecodeError):
         at = f" at column {column}" if column else ""
         return DataError(f"malformed JSON: {error.msg}{at}", where=f"{name}:{line}", remedy=remedy)
     return DataError(str(error), where=f"{name}:{line}", remedy=remedy)
 
 
-def _read_jsonl(path: Path, remedy: str = "") -> Iterator[Row]:
+def _read_jsonl(path: Path, remedy: str = _MEND) -> Iterator[Row]:
     name = str(path)
     for number, text in _lines(path):
         if not text.strip():
@@ -208,7 +215,7 @@ class _Window:
             return value, source
 
     def fail(self, what: str) -> NoReturn:
-        raise DataError(f"malformed JSON: {what}", where=f"{self.name}:{self.line}")
+        raise DataError(f"malformed JSON: {what}", where=f"{self.name}:{self.line}", remedy=_MEND)
 
     def _grow(self) -> bool:
         """Read as much again as is waiting, so that a row of any length is parsed a logarithmic number of times.
@@ -270,7 +277,8 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 yield Row(dict(zip(header, cells, strict=True)), name, line)
             line = reader.line_num + 1
     except csv.Error as error:
-        raise DataError(f"malformed CSV: {error}", where=f"{name}:{line}") from None
+        remedy = "Mend the line: a double quote within a quoted cell is written twice."
+        raise DataError(f"malformed CSV: {error}", where=f"{name}:{line}", remedy=remedy) from None
 
 
 def _check_columns(columns: list[str], where: str) -> None:
@@ -295,7 +303,8 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                     number += 1
                     yield Row(fields, name, number)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"not a readable Parquet file: {error}", where=name) from error
+        remedy = "Copy or fetch it again. If it is not Parquet, give it the extension of what it is."
+        raise DataError(f"not a readable Parquet file: {error}", where=name, remedy=remedy) from error
 
 
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {

@@ -84,7 +84,8 @@ def _file_digest(path: Path, say: Callable[[str], None]) -> bytes:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").digest()
     except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        remedy = "See that the file is there, and that you may read it."
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
 
 
 def _kinds() -> str:
@@ -139,4 +140,4 @@ def _hub_rows(table: Any, name: str) -> Iterator[Row]:
             number += 1
             yield Row(dict(zip(columns, values, strict=True)), name, number)
     if not number:
-        raise DataError("no rows in the data set", where=name)
+        raise DataError("no rows in the data set", where=name, remedy="Name another split with --data-split.")

@@ -188,10 +188,11 @@ def _build_aside(
             directory = tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True)
         _build(Path(directory.name), source, tokenizer, recipe, say)
     except Unwritable as error:
-        raise DoesNotFit(f"tokenized rows can be written nowhere ({error})", remedy=remedy) from error
+        where = tempfile.gettempdir()
+        raise DoesNotFit(f"tokenized rows cannot be written ({error})", where=where, remedy=remedy) from error
     store = _load(Path(directory.name), source.files)
     if store is None:
-        raise DoesNotFit("tokenized rows do not read back as they were written", remedy=remedy)
+        raise DoesNotFit("tokenized rows do not read back as they were written", where=directory.name, remedy=remedy)
     return dataclasses.replace(store, key=key, keep=directory)
 
 

@@ -70,7 +70,8 @@ class Template:
         if self.kind == "auto":
             self.kind = "chat" if tokenizer.chat_template else "alpaca"
         if self.kind == "chat" and not tokenizer.chat_template:
-            raise ModelError("the tokenizer has no chat template", remedy="Use --template alpaca or --template none.")
+            remedy = "Use --template alpaca or --template none."
+            raise ModelError("the tokenizer has no chat template", where="template = 'chat'", remedy=remedy)
         self._bos = _leading_bos(tokenizer)
         self._end = EndToken(tokenizer, recipe.end_token)
         self._chat = ChatTemplate(tokenizer, self._end) if self.kind == "chat" else None
@@ -143,8 +144,8 @@ class EndToken:
         special |= set(tokenizer.all_special_tokens)
         if chosen is not None and chosen not in added:
             # A token that is not an added one may be split or merged with its neighbours; it would never end anything.
-            what = f"end_token = {chosen!r} is not one of the tokenizer's special tokens"
-            raise ModelError(what, remedy=f"Those are: {', '.join(sorted(added)) or '(none)'}.")
+            what, known = "is not one of the tokenizer's special tokens", ", ".join(sorted(added)) or "(none)"
+            raise ModelError(what, where=f"end_token = {chosen!r}", remedy=f"Those are: {known}.")
         special |= {chosen} if chosen else set()
         self.chosen = chosen
         self._default = chosen or tokenizer.eos_token
@@ -156,7 +157,7 @@ class EndToken:
         """The token to append where the text has no end token yet."""
         if not self._default:
             what = "the tokenizer has no end token, so the model would never learn to stop"
-            raise ModelError(what, remedy="Name one of its special tokens with --end-token.")
+            raise ModelError(what, where="end_token", remedy="Name one of its special tokens with --end-token.")
         return str(self._default)
 
 
@@ -267,8 +268,9 @@ class ChatTemplate:
             text = text[: found[-1][1]] + text[found[-1][1] :].rstrip() + self._end.token()
             return Example(text, (*found[:-1], (found[-1][0], len(text))))
         if chosen and closing.group() != chosen:
-            what = f"end_token = {chosen!r}, but the chat template ends a response with {closing.group()!r}"
-            raise ModelError(what, remedy="Leave --end-token out, or use --template alpaca.")
+            what = f"the chat template ends a response with {closing.group()!r}"
+            remedy = "Leave --end-token out, or use --template alpaca."
+            raise ModelError(what, where=f"end_token = {chosen!r}", remedy=remedy)
         limits = [start for start, _ in found[1:]] + [len(text)]
         spans = []
         for (start, end), limit in zip(found, limits, strict=True):

@@ -84,9 +84,11 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise RecipeError(f"cannot be read ({error.strerror})", where=str(path), remedy="Is the path right?") from None
     except (ValueError, UnicodeDecodeError) as error:
-        raise RecipeError(f"is not JSON: {error}", where=str(path)) from None
+        remedy = "--deepspeed-config takes DeepSpeed's own JSON; leave it out to have one made."
+        raise RecipeError(f"is not JSON: {error}", where=str(path), remedy=remedy) from None
     if not isinstance(values, dict):
-        raise RecipeError("must hold one JSON object", where=str(path))
+        remedy = 'DeepSpeed\'s configuration is an object such as {"zero_optimization": {"stage": 3}}.'
+        raise RecipeError("must hold one JSON object", where=str(path), remedy=remedy)
     return values
 
 

@@ -31,10 +31,10 @@ def check_deepspeed(recipe: Recipe, device: torch.device, world: World, *, resum
         return ""
     if importlib.util.find_spec("deepspeed") is None:
         remedy = "pip install 'penstock[deepspeed]', or use --engine penstock."
-        raise RecipeError("engine = 'deepspeed': the package deepspeed is not installed", remedy=remedy)
+        raise RecipeError("the package deepspeed is not installed", where="engine = 'deepspeed'", remedy=remedy)
     if recipe.mode == "superoffload" and device.type != "cuda":
         remedy = "Use --mode zerooffload, or --engine penstock."
-        raise RecipeError("mode = 'superoffload': DeepSpeed runs it on CUDA GPUs only", remedy=remedy)
+        raise RecipeError("DeepSpeed runs it on CUDA GPUs only", where="mode = 'superoffload'", remedy=remedy)
     deepspeed_json(recipe, world)
     if can_save(recipe):
         return ""
@@ -43,7 +43,7 @@ def check_deepspeed(recipe: Recipe, device: torch.device, world: World, *, resum
     what = f"DeepSpeed cannot save this run, since {cause}: only the final model is written, and nothing can be resumed"
     remedy = "--engine penstock saves; so does --mode zerooffload without --param-offload nvme."
     if resume:
-        raise RecipeError(what, remedy=f"Leave --resume out. {remedy}")
+        raise RecipeError(what, where="--resume", remedy=f"Leave --resume out. {remedy}")
     return f"{what}. {remedy}"
 
 
@@ -61,7 +61,8 @@ def start_deepspeed(device: torch.device, world: World) -> Any:
             handler.setStream(sys.stderr)
         if (found := deepspeed.accelerator.get_accelerator().device_name()) != device.type:
             what = f"DeepSpeed has settled on {found}, and the run is on {device.type}"
-            raise RecipeError(what, remedy=f"Set the environment variable DS_ACCELERATOR={device.type}.")
+            remedy = f"Set the environment variable DS_ACCELERATOR={device.type}."
+            raise RecipeError(what, where="environment", remedy=remedy)
         deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False)
     return deepspeed
 

@@ -246,6 +246,7 @@ def out_of_memory(parts: dict[str, int], recipe: Recipe) -> DoesNotFit:
     ]
     return DoesNotFit(
         f"the GPU is out of memory with {rows} rows of {recipe.max_length} tokens at once: {held}",
+        where=recipe.name,
         remedy=f"Try {', or '.join(flag for useful, flag in changes if useful)}.",
     )
 

@@ -92,6 +92,7 @@ class World:
         if self.local_size > torch.cuda.device_count():
             raise RecipeError(
                 f"{self.local_size} ranks on this machine, and torch sees {torch.cuda.device_count()} GPUs",
+                where="--gpus",
                 remedy="Lower --gpus, or use --device cpu.",
             )
         return torch.device("cuda", self.local_rank)
@@ -120,7 +121,8 @@ def _number(text: str) -> int:
     """A number of the environment. SLURM writes tasks a node as 4, or as 4(x2) for two machines alike."""
     digits = text.split("(")[0].split(",")[0]
     if not digits.isdigit():
-        raise RecipeError(f"{text!r} is not a number", where="environment")
+        remedy = "A launcher sets it: start with torchrun, srun, or penstock train --gpus N."
+        raise RecipeError(f"{text!r} is not a number", where="environment", remedy=remedy)
     return int(digits)
 
 

@@ -57,7 +57,7 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, reduce_dtype: torch.dt
     tied = head is not embedding and any(p is q for p in head.parameters() for q in embedding.parameters())
     if tied and len(list(head.parameters())) > 1:
         what = "a head that is tied to the embedding and has a bias of its own cannot be sharded"
-        raise ModelError(f"{type(model).__name__}: {what}", remedy="Train it on one GPU.")
+        raise ModelError(what, where=type(model).__name__, remedy="Train it on one GPU.")
     for unit in units.units:
         for module in unit.modules:
             if tied and module is embedding:

@@ -73,6 +73,9 @@ class Segments:
         return cls(tuple(boundaries), offsets.to(device, non_blocking=True), max(lengths), len(set(lengths)) == 1)
 
 
+_AUTO = "Try --attention auto."
+
+
 def use_attention(model: PreTrainedModel, choice: str) -> str:
     """Set the model's attention for training on packed rows; returns what `auto` became."""
     refuse_mixing(model)
@@ -80,12 +83,12 @@ def use_attention(model: PreTrainedModel, choice: str) -> str:
     if choice == "auto":
         choice = "varlen" if not obstacle else _stock(model)
     if choice == "varlen" and obstacle:
-        raise ModelError(f"{_kind(model)} cannot use varlen attention: {obstacle}", remedy="Try --attention auto.")
+        raise ModelError(f"cannot use varlen attention: {obstacle}", where=_kind(model), remedy=_AUTO)
     if choice == "sdpa" and not _can_sdpa(model):
-        raise ModelError(f"{_kind(model)} cannot use sdpa attention", remedy="Try --attention auto.")
+        raise ModelError("cannot use sdpa attention", where=_kind(model), remedy=_AUTO)
     if choice == "flash_attention_2" and not importlib.util.find_spec("flash_attn"):
         remedy = "Install it (pip install flash-attn), or use --attention varlen, which needs no package."
-        raise ModelError("--attention flash_attention_2 needs the package flash-attn", remedy=remedy)
+        raise ModelError("needs the package flash-attn", where="--attention flash_attention_2", remedy=remedy)
     _set(model, VARLEN if choice == "varlen" else choice)
     return choice
 
@@ -138,7 +141,8 @@ def refuse_mixing(model: PreTrainedModel) -> None:
         reason = "its attention does not go through transformers' attention interface"
     if reason:
         raise ModelError(
-            f"{_kind(model)} cannot be trained on packed rows: {reason}, so examples in a row would see one another",
+            f"cannot be trained on packed rows: {reason}, so examples in a row would see one another",
+            where=_kind(model),
             remedy="Use a decoder with attention layers only, such as Llama, Qwen3, Mistral or Gemma.",
         )
 
@@ -177,11 +181,9 @@ def _set(model: PreTrainedModel, name: str) -> None:
     try:
         model.set_attn_implementation(name)
     except (ValueError, ImportError) as error:
-        raise ModelError(
-            f"{_kind(model)} cannot use attention {name}: {error}", remedy="Try --attention auto."
-        ) from None
+        raise ModelError(f"cannot use attention {name}: {error}", where=_kind(model), remedy=_AUTO) from None
     if model.config._attn_implementation != name:
-        raise ModelError(f"{_kind(model)} does not let its attention be set to {name}", remedy="Try --attention auto.")
+        raise ModelError(f"does not let its attention be set to {name}", where=_kind(model), remedy=_AUTO)
 
 
 def _masks(
@@ -258,9 +260,8 @@ def _refuse_call(
     if segments is None:
         asked.append("a call without segments (generation belongs inside stock_attention)")
     if asked:
-        name = type(module).__name__
-        raise ModelError(f"{name} asks for what varlen attention does not do: {', '.join(asked)}",
-                         remedy="Try --attention eager.")  # fmt: skip
+        what = f"asks for what varlen attention does not do: {', '.join(asked)}"
+        raise ModelError(what, where=type(module).__name__, remedy="Try --attention eager.")
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor:

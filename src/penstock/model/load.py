@@ -39,7 +39,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from penstock.errors import ModelError, RecipeError
 from penstock.model.initial import draw_weights
-from penstock.model.shape import with_shape
+from penstock.model.shape import MUST_AGREE, with_shape
 from penstock.model.shards import Progress, StoredTensor, read_headers
 from penstock.model.source import Source, find_source, is_local
 from penstock.presets import ARCHITECTURES
@@ -48,6 +48,10 @@ from penstock.recipe import Recipe
 Say = Callable[[str], None]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
+
+
+_DIRECTORY = "Name a directory with config.json, a tokenizer and safetensors, such as save_pretrained writes."
+FETCH_AGAIN = "Config and weights do not belong together, or a file is damaged: fetch the model again."
 
 
 def load_config(recipe: Recipe) -> PreTrainedConfig:
@@ -77,7 +81,10 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
                 source.directory, trust_remote_code=recipe.trust_remote_code, **source.gguf
             )
     except Exception as error:  # the tokenizers library raises no class of its own
-        raise ModelError(f"the tokenizer cannot be loaded: {error}", where=str(source.directory)) from error
+        remedy = "Fetch the model again, or name another tokenizer with --tokenizer."
+        raise ModelError(
+            f"the tokenizer cannot be loaded: {error}", where=str(source.directory), remedy=remedy
+        ) from error
     return tokenizer
 
 
@@ -104,7 +111,7 @@ def _read_config(recipe: Recipe) -> PreTrainedConfig:
     source = find_source(recipe.model, recipe.revision)
     where = str(source.directory / (source.gguf_file or "config.json"))
     if not source.gguf_file and not (source.directory / "config.json").is_file():
-        raise ModelError("there is no config.json", where=str(source.directory), remedy="Is it a model's directory?")
+        raise ModelError("there is no config.json", where=str(source.directory), remedy=_DIRECTORY)
     try:
         with quiet():
             config: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -115,7 +122,9 @@ def _read_config(recipe: Recipe) -> PreTrainedConfig:
         if "trust_remote_code" in message:
             remedy = "Read that code first; then add --trust-remote-code."
             raise ModelError("the model needs Python code of its own to run", where=where, remedy=remedy) from None
-        raise ModelError(f"the config cannot be used: {message.splitlines()[0]}", where=where) from error
+        what = f"the config cannot be used: {message.splitlines()[0]}"
+        remedy = "Fetch the model again; a type that transformers does not know may need a newer one."
+        raise ModelError(what, where=where, remedy=remedy) from error
     return config
 
 
@@ -170,7 +179,8 @@ def _random_model(recipe: Recipe, config: PreTrainedConfig, device: torch.device
     except (ValueError, TypeError, AssertionError, ZeroDivisionError) as error:
         if not recipe.shape:
             raise
-        raise RecipeError(f"shape: {recipe.shape!r} gives no {config.model_type}: {error}") from error
+        what = f"gives no {config.model_type}: {error}"
+        raise RecipeError(what, where=f"shape = {recipe.shape!r}", remedy=MUST_AGREE) from error
     return model
 
 
@@ -188,7 +198,8 @@ def _streamed_model(
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise ModelError(f"the weights cannot be loaded: {error}", where=str(source.directory)) from error
+        what, where = f"the weights cannot be loaded: {error}", str(source.directory)
+        raise ModelError(what, where=where, remedy=FETCH_AGAIN) from error
     refuse_gaps(source, info, say)
     if quantization(config):
         _forget_quantization(model)
@@ -239,7 +250,8 @@ def _gguf_model(
         )
     except (RuntimeError, ValueError, OSError, ImportError) as error:
         where = str(source.directory / (source.gguf_file or ""))
-        raise ModelError(f"the GGUF file cannot be loaded: {error}", where=where) from error
+        remedy = "Take the model that it was made from, or another file: transformers unpacks some kinds only."
+        raise ModelError(f"the GGUF file cannot be loaded: {error}", where=where, remedy=remedy) from error
     model, info = loaded
     assert isinstance(model, PreTrainedModel)
     refuse_gaps(source, info, say)
@@ -302,11 +314,12 @@ def refuse_gaps(source: Source, info: dict[str, Any], say: Say) -> None:
     """Every weight of the model must have come from the checkpoint, in its own shape."""
     where = str(source.directory / (source.gguf_file or ""))
     if missing := sorted(info["missing_keys"]):
-        raise ModelError(f"the checkpoint lacks {_some(missing)}", where=where, remedy="Fetch the model again.")
+        raise ModelError(f"the checkpoint lacks {_some(missing)}", where=where, remedy=FETCH_AGAIN)
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]
         what = f"{name} is {list(found)} in the checkpoint and {list(expected)} by its config"
-        raise ModelError(f"{len(mismatched)} weights have another shape: {what}", where=where)
+        remedy = "config.json and weights are of different models: fetch both again."
+        raise ModelError(f"{len(mismatched)} weights have another shape: {what}", where=where, remedy=remedy)
     if unexpected := sorted(info["unexpected_keys"]):
         say(f"  the checkpoint has weights that the model does not use, and that are left out: {_some(unexpected)}")
 

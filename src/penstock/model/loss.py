@@ -80,9 +80,10 @@ def check_logits(model: PreTrainedModel, units: Units) -> None:
     tolerance = (1e-4 if units.backbone.dtype == torch.float32 else 2e-2) * float(theirs.abs().max())
     if not torch.allclose(ours, theirs[0], rtol=0, atol=tolerance):
         raise ModelError(
-            f"{type(model).__name__} treats its logits in a way that is not known here: they differ from the head's by "
+            f"treats its logits in a way that is not known here: they differ from the head's by "
             f"up to {float((ours - theirs[0]).abs().max()):.3g}, so the loss would be wrong",
-            remedy="Please report the model.",
+            where=type(model).__name__,
+            remedy="It cannot be trained with this version; please report its name.",
         )
 
 

@@ -43,11 +43,12 @@ def set_recompute(layers: Sequence[nn.Module], choice: str | int) -> None:
     count = {"full": len(layers), "selected": len(layers), "none": 0}[choice] if isinstance(choice, str) else choice
     if count > len(layers):
         raise RecipeError(
-            f"recompute = {count}: the model has {len(layers)} layers", remedy="Use full for all of them."
+            f"the model has {len(layers)} layers", where=f"recompute = {count}", remedy="Use full for all of them."
         )
     if choice == "selected" and any(_adds_in_place(layer) for layer in layers):
         raise RecipeError(
-            "recompute = 'selected': experts with biases add them in place to the products that should be kept",
+            "experts with biases add them in place to the products that should be kept",
+            where="recompute = 'selected'",
             remedy="Use full, none, or a number of layers; or --compile, which keeps products by itself.",
         )
     for number, layer in enumerate(layers):

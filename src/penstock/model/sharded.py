@@ -22,7 +22,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from penstock.errors import ModelError
 from penstock.model.initial import draw_weights
-from penstock.model.load import Say, drop_dropout, model_class, precision, quantization, quiet, refuse_gaps
+from penstock.model.load import FETCH_AGAIN, Say, drop_dropout, model_class, precision, quantization, quiet, refuse_gaps
 from penstock.model.shards import Progress, read_headers
 from penstock.model.source import Source, find_source
 from penstock.recipe import Recipe
@@ -98,7 +98,8 @@ def _read(
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise ModelError(f"the weights cannot be loaded: {error}", where=str(source.directory)) from error
+        what, where = f"the weights cannot be loaded: {error}", str(source.directory)
+        raise ModelError(what, where=where, remedy=FETCH_AGAIN) from error
     tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
     found = info.to_dict()
     refuse_gaps(source, found | {"missing_keys": set(found["missing_keys"]) - tied}, say)

@@ -133,6 +133,7 @@ class StoredTensor:
             view = view[count:]
 
 
+_TAMPERED = "No program writes that: do not use this model, and tell whoever gave it to you."
 _FETCH_AGAIN = "The file is damaged or incomplete: fetch it again."
 
 
@@ -143,7 +144,8 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
         found = read_header(path)
         missing = sorted(expected - found.keys())
         if missing:
-            raise ModelError(f"the index names tensors that the shard lacks: {', '.join(missing[:3])}", where=str(path))
+            what = f"the index names tensors that the shard lacks: {', '.join(missing[:3])}"
+            raise ModelError(what, where=str(path), remedy=_FETCH_AGAIN)
         tensors |= found if not expected else {name: found[name] for name in found if name in expected}
     return tensors
 
@@ -157,7 +159,7 @@ def _shards(directory: Path) -> dict[Path, set[str]]:
     if single.is_file():
         return {single: set()}
     if not directory.is_dir():
-        raise ModelError("no such directory", where=str(directory))
+        raise ModelError("no such directory", where=str(directory), remedy="Check the path given to --model.")
     pickles = [p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth")]
     if pickles:
         raise ModelError(
@@ -177,11 +179,12 @@ def _read_index(index: Path) -> dict[Path, set[str]]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         entries = [(str(tensor), str(file)) for tensor, file in weight_map.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"cannot be read as an index of shards: {error!r}", where=str(index)) from None
+        what = f"cannot be read as an index of shards: {error!r}"
+        raise ModelError(what, where=str(index), remedy=_FETCH_AGAIN) from None
     shards: dict[Path, set[str]] = {}
     for tensor, file in entries:
         if Path(file).name != file or file in ("", ".", ".."):
-            raise ModelError(f"names a file outside its directory: {file!r}", where=str(index), remedy="Distrust it.")
+            raise ModelError(f"names a file outside its directory: {file!r}", where=str(index), remedy=_TAMPERED)
         shards.setdefault(index.parent / file, set()).add(tensor)
     missing = [path.name for path in shards if not path.is_file()]
     if missing:
@@ -210,7 +213,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def _parse_entry(path: Path, base: int, entry: dict[str, Any]) -> StoredTensor:
     if entry["dtype"] not in DTYPES:
-        raise ModelError(f"holds tensors of a type that cannot be trained: {entry['dtype']}", where=str(path))
+        what, remedy = (
+            f"holds tensors of a type that cannot be trained: {entry['dtype']}",
+            "Take a model in bf16 or fp32.",
+        )
+        raise ModelError(what, where=str(path), remedy=remedy)
     begin, end = (int(x) for x in entry["data_offsets"])
     stored, shape = DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
     num_elements = 1

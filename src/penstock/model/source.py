@@ -71,7 +71,8 @@ def is_local(name: str) -> bool:
 def _demo_directory() -> Path:
     directory = Path(str(resources.files("penstock"))) / "demo" / "model"
     if not directory.is_dir():
-        raise ModelError("the embedded demo model is missing from this installation", remedy="Install penstock again.")
+        what = "the embedded demo model is missing from this installation"
+        raise ModelError(what, where=str(directory), remedy="Install penstock again.")
     return directory
 
 

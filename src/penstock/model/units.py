@@ -154,8 +154,8 @@ def _head(model: PreTrainedModel, module: nn.Module) -> Head:
 def _refuse_auxiliary_loss(model: PreTrainedModel) -> None:
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise ModelError(
-            f"the config of {type(model).__name__} asks for the experts' auxiliary loss (output_router_logits), "
-            "which is not implemented",
+            "the config asks for the experts' auxiliary loss (output_router_logits), which is not implemented",
+            where=type(model).__name__,
             remedy="Set output_router_logits to false in its config.json to train without.",
         )
 
@@ -169,6 +169,7 @@ def _refuse_leftovers(model: PreTrainedModel, taken: set[int]) -> None:
 
 def _not_understood(model: PreTrainedModel, reason: str) -> ModelError:
     return ModelError(
-        f"the structure of {type(model).__name__} was not understood: {reason}",
+        f"the structure was not understood: {reason}",
+        where=type(model).__name__,
         remedy="Penstock trains decoders with one list of layers, such as Llama, Qwen3, Phi-3, Mistral or gpt-oss.",
     )

@@ -31,8 +31,9 @@ class Arena:
         available = available_host_bytes()
         if self.num_bytes > available:
             raise DoesNotFit(
-                f"state needs {self.num_bytes / 2**30:.1f} GiB of host memory, {available / 2**30:.1f} are available",
-                remedy="Keep more of it on the GPU, or free host memory.",
+                f"state needs {self.num_bytes / 2**30:.1f} GiB, {available / 2**30:.1f} are available",
+                where="host memory",
+                remedy="Try --states bf16 or int8, keep more of it on the GPU (--homes), or free host memory.",
             )
         mapped = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -72,8 +73,9 @@ class Arena:
         code = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.num_bytes, 0))
         if code:
             raise DoesNotFit(
-                f"cannot pin {self.num_bytes / 2**30:.1f} GiB of host memory (CUDA error {code})",
-                remedy="Raise the limit of locked memory (ulimit -l), or keep more state on the GPU.",
+                f"cannot pin {self.num_bytes / 2**30:.1f} GiB (CUDA error {code})",
+                where="host memory",
+                remedy="Raise the limit of locked memory (ulimit -l), or keep more state on the GPU (--homes).",
             )
 
 

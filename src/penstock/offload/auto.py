@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.errors import DoesNotFit
-from penstock.hardware import available_host_bytes
+from penstock.hardware import available_host_bytes, describe
 from penstock.layout import BLOCK, DEFAULT_CHUNK, GPU_RESERVE, HOST_RESERVE, NUM_SLOTS, chunk_for
 from penstock.offload.formats import FORMATS, StateFormat
 from penstock.offload.rates import measure_rates
@@ -73,7 +73,8 @@ def choose_homes(
     placement = place(need, room, rates)
     if placement is None:
         smaller = smaller_formats(need, states)
-        raise DoesNotFit(_shortage(need, room), remedy=f"Try {smaller}--recompute full or a smaller batch.")
+        remedy = f"Try {smaller}--recompute full, or a smaller --micro-batch-size."
+        raise DoesNotFit(_shortage(need, room), where=describe(device), remedy=remedy)
     return placement, chunk_size
 
 

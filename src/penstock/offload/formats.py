@@ -129,5 +129,6 @@ FORMATS: dict[StateName, StateFormat] = {
 def format_named(name: StateName) -> StateFormat:
     """The format of that name."""
     if name not in FORMATS:
-        raise RecipeError(f"states = {name!r}: no such format", remedy=f"There are {', '.join(get_args(StateName))}.")
+        remedy = f"There are {', '.join(get_args(StateName))}."
+        raise RecipeError("no such format", where=f"states = {name!r}", remedy=remedy)
     return FORMATS[name]

@@ -47,20 +47,29 @@ class StepReport:
     """A step, on the device: reading a value makes the host wait."""
 
     grad_norm: Tensor
+    """The global norm, before clipping."""
     taken: Tensor
+    """False if a gradient was not finite: weights and state are then as before."""
     done: Mark
 
 
 class OffloadAdamW(torch.optim.Optimizer):
     """AdamW with an exact fp32 master for bf16 weights and state in three homes. See the module's docstring.
 
-    `micro_batches`: backward passes in a step, for loops that cannot call `accumulate()`.
-    `activation_bytes`, `kept_bytes`: the most that forward and backward take on the GPU, without and with gradients, so
-    that `homes="auto"` can fill the rest; unknown, a quarter of the GPU is left to them. `accumulates` says that all
-    gradients of one micro-batch are there while the next one runs.
-    `states`: `fp32` is exact; `bf16` and `int8` keep the moments in fewer bits, with stochastic rounding that depends
-    on nothing but element, parameter and step, so homes and chunks stay invisible. See `formats.py`.
-    `remainders`: what bf16 weights lost when whoever loaded them rounded them, by `kernels.split`, as flat tensors.
+    - `params`: parameter groups, as torch's optimizers take them; without, all trainable parameters are one group.
+    - `max_grad_norm`: gradients are scaled down to this global norm. 0: never; `schedule="auto"` is then `in-backward`.
+    - `states`: `fp32` is exact; `bf16` and `int8` keep the moments in fewer bits, with stochastic rounding that depends
+      on nothing but element, parameter and step, so homes and chunks stay invisible. See `formats.py`.
+    - `homes`: `auto`, one home, or shares such as `{"gpu": 0.5, "stream": 0.3, "host": 0.2}`. Homes, `overlap`,
+      `chunk_size` (elements) and `cpu_adam_cores` (the share of the cores near the GPU that update the home `host`) are
+      questions of speed and change no bit; so are `forward_seconds` and `backward_seconds`, what can hide the updates.
+    - `working_dtype`: bf16 rounds fp32 weights and keeps what they lose.
+    - `activation_bytes`, `kept_bytes`: the most that forward and backward take on the GPU, without and with gradients,
+      so that `homes="auto"` can fill the rest; unknown, a quarter of the GPU is left to them. `accumulates` says that
+      all gradients of one micro-batch are there while the next one runs.
+    - `micro_batches`: backward passes in a step, for loops that cannot call `accumulate()`.
+    - `units`: modules that are called as a whole, if those are not the elements of each ModuleList.
+    - `remainders`: what bf16 weights lost when whoever loaded them rounded them, by `kernels.split`, as flat tensors.
 
     Parameters may be sharded by FSDP2's `fully_shard`. Each rank then updates its shards, a unit is what FSDP2 gathers
     at once, and its gather waits for its update; clipping is by the norm over all ranks. `ranks_here` of them share the
@@ -97,7 +106,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         self.schedule: Schedule = ("after-norm" if max_grad_norm else "in-backward") if schedule == "auto" else schedule
         if self.schedule == "in-backward" and max_grad_norm:
             raise RecipeError(
-                f"max_grad_norm = {max_grad_norm}: with in-backward the norm is not known when weights are updated",
+                "with in-backward the norm is not known when weights are updated",
+                where=f"max_grad_norm = {max_grad_norm}",
                 remedy="Set max_grad_norm to 0, or use the schedule after-norm.",
             )
         trainable = [p for p in model.parameters() if p.requires_grad]
@@ -165,7 +175,8 @@ class OffloadAdamW(torch.optim.Optimizer):
             if p.dtype not in (torch.bfloat16, torch.float32) or p.device != self._device or not p.is_contiguous():
                 raise RecipeError(
                     f"a parameter of shape {tuple(p.shape)} is {p.dtype} on {p.device}",
-                    remedy="OffloadAdamW takes contiguous bf16 and fp32 parameters that are all on one device.",
+                    where="OffloadAdamW",
+                    remedy="It takes contiguous bf16 and fp32 parameters that are all on one device.",
                 )
 
     @torch.no_grad()
@@ -239,12 +250,14 @@ class OffloadAdamW(torch.optim.Optimizer):
         if index in self._seen:
             raise RecipeError(
                 "a second backward before step()",
+                where="OffloadAdamW",
                 remedy="Put `with optimizer.accumulate():` around the backward of every micro-batch but the last, "
                 "or set micro_batches to their number.",
             )
         if unit.updates:
             raise RecipeError(
                 f"the weights of {type(unit.module).__name__} are used without calling that module",
+                where="OffloadAdamW",
                 remedy="Name the module that is called instead, with units=[...].",
             )
 
@@ -264,6 +277,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         if changed is not None and changed.read():
             raise RecipeError(
                 "gradients were changed between backward and step()",
+                where="OffloadAdamW",
                 remedy="Let the optimizer clip (its max_grad_norm) and nobody else: Trainer takes max_grad_norm=0.",
             )
 

@@ -64,6 +64,7 @@ def check_format(entries: Sequence[Mapping[str, Tensor]], states: StateFormat) -
         found = next((f.name for f in FORMATS.values() if f.first == entry["exp_avg"].dtype), entry["exp_avg"].dtype)
         if found != states.name:
             raise RecipeError(
-                f"the saved state is {found}, this optimizer keeps {states.name}",
+                f"the saved state is {found}",
+                where=f"states = {states.name!r}",
                 remedy=f"Go on with states = {found}: what was rounded off cannot be brought back.",
             )

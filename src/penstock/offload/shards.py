@@ -40,7 +40,8 @@ def extents(tensor: Tensor) -> list[tuple[int, int]]:
     if tensor.device_mesh.ndim != 1 or tensor.placements != (Shard(0),):
         raise RecipeError(
             f"a parameter of shape {tuple(tensor.shape)} is placed as {tensor.placements}",
-            remedy="OffloadAdamW takes parameters that FSDP2 has sharded by rows over one mesh, fully_shard's default.",
+            where="OffloadAdamW",
+            remedy="It takes parameters that FSDP2 has sharded by rows over one mesh, fully_shard's default.",
         )
     rows, ranks = tensor.shape[0], tensor.device_mesh.size()
     each, row = -(-rows // ranks), tensor.numel() // max(1, rows)
@@ -62,8 +63,9 @@ def check_blocks(parameters: list[Tensor], states: StateFormat) -> None:
     for p in parameters:
         if any(start % states.block for start, size in extents(p) if size):
             raise RecipeError(
-                f"states = {states.name!r}: {len(extents(p))} ranks would cut a parameter of shape {tuple(p.shape)} "
+                f"{len(extents(p))} ranks would cut a parameter of shape {tuple(p.shape)} "
                 f"within a block of {states.block} elements, which share a scale",
+                where=f"states = {states.name!r}",
                 remedy="Use --states bf16 or fp32, or another number of ranks.",
             )
 

@@ -44,7 +44,8 @@ def find_units(model: nn.Module, parameters: Sequence[Tensor], units: Iterable[n
         if indices:
             found.append(Unit(module, indices, waiting=len(indices)))
     if index_of:
-        raise RecipeError(f"{len(index_of)} of the parameters to train are not in the model", remedy="Check params.")
+        what = f"{len(index_of)} of the parameters to train are not in the model"
+        raise RecipeError(what, where="params", remedy="Give the model that they belong to, or leave params out.")
     return found
 
 

@@ -42,7 +42,7 @@ def _config(recipe: Recipe, path: Path) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise ModelError(f"the config is not JSON: {error}", where=recipe.model) from None
+        raise ModelError(f"the config is not JSON: {error}", where=recipe.model, remedy="Fetch it again.") from None
     assert isinstance(values, dict), "a config is an object"
     return values
 

@@ -71,7 +71,8 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
     """The recipe as it stands."""
     if gpus > recipe.batch_size:
         raise RecipeError(
-            f"--gpus {gpus} with batch_size {recipe.batch_size}: each GPU needs a row",
+            f"each GPU needs a row, and batch_size is {recipe.batch_size}",
+            where=f"--gpus {gpus}",
             remedy=f"Use --batch-size {gpus}, or fewer GPUs.",
         )
     job = job_of(recipe, 4 if recipe.dtype == "fp32" or (recipe.dtype == "auto" and not machine.has_gpu) else 2)

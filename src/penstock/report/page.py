@@ -99,8 +99,8 @@ def _converter() -> Any:
     try:
         import vl_convert
     except ImportError:
-        what = "the charts of a report need the package vl-convert-python"
-        raise RecipeError(what, remedy="Install it: pip install 'penstock[report]'") from None
+        what, remedy = "the charts need the package vl-convert-python", "Install it: pip install 'penstock[report]'"
+        raise RecipeError(what, where="report", remedy=remedy) from None
     return vl_convert
 
 

@@ -1,0 +1,94 @@
+"""Every message for a user says what happened, where, and what to do; the troubleshooting page lists them all."""
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import Interrupted, UserError
+
+ROOT = Path(__file__).parents[1]
+
+WITHOUT: dict[str, str] = {}
+"""Messages that may lack a part: the text, and the reason. There is none."""
+
+INTERNAL = {
+    "AttributeError": "Python's own protocol: a name that the package does not have",
+    "ConstructorError": "becomes `is not YAML`",
+    "EOFError": "a checkpoint that was whole a moment ago is changed while it is read: not the user's to mend",
+    "ValueError": "becomes a damaged manifest, a damaged header, or a line of a benchmark's table",
+    "Unwritable": "becomes `tokenized rows cannot be written`",
+    "_Refused": "becomes a row that is refused",
+}
+"""What else is raised, and why no user sees it."""
+
+
+def load_list():
+    spec = importlib.util.spec_from_file_location("penstock_messages", ROOT / "scripts" / "messages.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+LIST = load_list()
+MESSAGES = LIST.messages()
+
+
+def test_all_of_them_are_found():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src" / "penstock").rglob("*.py"))
+    for kind in LIST.KINDS:
+        made = text.count(f"{kind}(") - text.count(f"class {kind}(")
+        found = sum(message.kind == kind for message in MESSAGES)
+        by_rule = sum("_broken_rules" in text and m.where.endswith(" = VALUE") for m in MESSAGES if m.kind == kind)
+        passed_on = {"RecipeError": 2, "CheckpointError": 1}.get(kind, 0)  # see scripts/messages.py
+        assert found - by_rule == made - passed_on, kind
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.place)
+def test_a_message_has_what_where_and_remedy(message):
+    if message.what in WITHOUT:
+        return
+    assert message.what.strip()
+    assert message.where.strip(), "where: the file and line, the field or flag, the step, the directory"
+    assert message.remedy.strip(), "remedy: what the user can do now"
+    assert not message.what.rstrip().endswith("."), "the remedy follows on a line of its own"
+
+
+def test_what_lacks_a_part_is_still_there():
+    assert set(WITHOUT) <= {message.what for message in MESSAGES}
+
+
+def test_nothing_else_is_raised_at_a_user():
+    """Whatever is raised is an error for users, made by a function that returns one, or internal."""
+    known = LIST.KINDS.keys() | INTERNAL.keys() | makers()
+    for module in LIST.modules():
+        for node, _ in module.scopes():
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                assert LIST.called(node.exc) in known, f"{module.name}:{node.lineno}"
+
+
+def makers():
+    """Functions of the program that return an error for users."""
+    functions = [n for module in LIST.modules() for n, _ in module.scopes() if isinstance(n, ast.FunctionDef)]
+    return {f.name for f in functions if isinstance(f.returns, ast.Name) and f.returns.id in LIST.KINDS}
+
+
+def test_the_page_lists_every_message_as_it_is():
+    page = LIST.PAGE.read_text(encoding="utf-8")
+    assert LIST.with_list(page) == page, "run: python scripts/messages.py"
+
+
+def test_the_page_has_every_kind_with_its_exit_code():
+    for name, kind in LIST.KINDS.items():
+        code = "130 or 143" if kind is Interrupted else kind.exit_code
+        assert LIST.TITLES[name].endswith(f"exit {code}")
+
+
+def test_an_error_reads_where_what_remedy():
+    assert str(UserError("is empty", where="my.jsonl:3", remedy="Fill it.")) == "my.jsonl:3: is empty\n  Fill it."
+    stopped = Interrupted("stopped", signal_number=15, where="step 2 of 9", remedy="Go on with --resume.")
+    assert str(stopped) == "step 2 of 9: stopped\n  Go on with --resume."
+    assert stopped.exit_code == 143
