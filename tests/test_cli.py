@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from penstock.cli import _with_value, find_recipe, main
+from penstock.cli import DataArgs, _parse_with_recipe, _with_value, find_recipe, main
 from penstock.errors import RecipeError
 from penstock.presets import PRESETS
 
@@ -26,6 +26,23 @@ def test_flag_over_yaml_over_preset(tmp_path, capsys):
     assert main(["train", str(path), "--lr", "3e-4", "--dry-run", "--json", "--output-dir", str(tmp_path / "o")]) == 0
     resolved = json.loads(capsys.readouterr().out)["recipe"]
     assert (resolved["lr"], resolved["batch_size"]) == (3e-4, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [
+        ([], 10.0),
+        (["--data", "mine.jsonl"], 100.0),
+        (["--data=mine.jsonl"], 100.0),
+        (["--data", "mine.jsonl", "--data-percent", "10"], 10.0),
+    ],
+)
+def test_presets_take_a_tenth_of_their_own_data_and_all_of_yours(words, share, tmp_path):
+    args = _parse_with_recipe(DataArgs, "data", ["llama-8b", *words])
+    assert args.recipe.data_percent == share
+    path = tmp_path / "mine.yaml"
+    path.write_text("preset: llama-8b\n" + "".join(f"{w.lstrip('-').replace('=', ': ')}\n" for w in words if "=" in w))
+    assert find_recipe(str(path)).data_percent == (100.0 if any("=" in w for w in words) else 10.0)
 
 
 def test_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):

@@ -19,7 +19,7 @@ from penstock import __version__
 from penstock.errors import RecipeError, UserError, did_you_mean
 from penstock.presets import PRESETS
 from penstock.recipe import Recipe, to_dict
-from penstock.recipe_file import find_recipe
+from penstock.recipe_file import all_of_own_data, find_recipe
 
 Flag = Annotated[bool, FlagCreatePairsOff]
 
@@ -501,4 +501,7 @@ def _parse_with_recipe(kind: type[Args], command: str, words: list[str], **chang
     """Flags over YAML over preset: the recipe that is named, with `changes`, becomes the default of every flag."""
     named = bool(words) and not words[0].startswith("-")
     base = dataclasses.replace(find_recipe(words[0] if named else "demo"), **changes)
-    return tyro.cli(kind, default=kind(recipe=base), args=words[1:] if named else words, prog=f"penstock {command}")
+    args = tyro.cli(kind, default=kind(recipe=base), args=words[1:] if named else words, prog=f"penstock {command}")
+    if any(word.split("=")[0] in ("--data-percent", "--data_percent") for word in words):
+        return args
+    return dataclasses.replace(args, recipe=all_of_own_data(args.recipe, base))

@@ -35,7 +35,13 @@ def find_recipe(name: str) -> Recipe:
     if preset is not None and preset not in PRESETS:
         raise RecipeError(f"there is no preset {preset!r}", where=name, remedy=did_you_mean(str(preset), PRESETS))
     base = PRESETS[preset] if preset else Recipe()
-    return with_values(dataclasses.replace(base, name=path.stem), values, where=name)
+    recipe = with_values(dataclasses.replace(base, name=path.stem), values, where=name)
+    return recipe if "data_percent" in values else all_of_own_data(recipe, base)
+
+
+def all_of_own_data(recipe: Recipe, base: Recipe) -> Recipe:
+    """Presets take a tenth of their set, as the runs that they follow do; nobody means that of a set of their own."""
+    return recipe if recipe.data == base.data else dataclasses.replace(recipe, data_percent=100.0)
 
 
 class _StrictLoader(yaml.SafeLoader):
