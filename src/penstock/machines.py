@@ -19,10 +19,10 @@ MATRIX_SHARE = 784e12 / 989.4e12
 MEMORY_SHARE = 4.18e12 / 4.8e12
 """Of the GPU memory's bandwidth, what a copy gives, read and write counted (RESULTS/ceilings.json)."""
 LINK_SHARE = 37e9 / 64e9
-"""Of a link's one-way peak, what each way gives while both ways and the CPU's updates run (evidence: 37 GB/s each way
+"""Of a link's one-way peak, what each way gives while both ways and the CPU's updates run (measured on the H200: 37 GB/s each way
 on PCIe 5 x16, beside CPU AdamW)."""
 PARAMS_PER_CORE = 2.3e9 / 14
-"""CPU AdamW a core and second while the link is busy: 2.3 G/s by 14 of 16 cores (evidence)."""
+"""CPU AdamW a core and second while the link is busy: 2.3 G/s by 14 of 16 cores, measured on the H200."""
 HOST_TRAFFIC = 26
 """Bytes of host memory that one CPU update reads and writes: state both ways, gradient, weight both ways."""
 HOST_MEMORY_SHARE = 0.6
@@ -119,7 +119,7 @@ H200 = Machine(
     host_params_per_s=2.3e9,
     peer_bytes_per_s=450e9 * 0.8,
     measured=True,
-    sources=(f"measured: {RESULTS}/ceilings.json, machine.txt and the evidence of 2026-11-15", "PCIe 5 x16, 16 cores"),
+    sources=(f"measured: {RESULTS}/ceilings.json and machine.txt", "PCIe 5 x16, 16 cores"),
 )
 
 MACHINES: dict[str, Machine] = {
