@@ -19,8 +19,8 @@ MATRIX_SHARE = 784e12 / 989.4e12
 MEMORY_SHARE = 4.18e12 / 4.8e12
 """Of the GPU memory's bandwidth, what a copy gives, read and write counted (RESULTS/ceilings.json)."""
 LINK_SHARE = 37e9 / 64e9
-"""Of a link's one-way peak, what each way gives while both ways and the CPU's updates run (measured on the H200: 37 GB/s each way
-on PCIe 5 x16, beside CPU AdamW)."""
+"""Of a link's one-way peak, what each way gives while both ways and the CPU's updates run: 37 GB/s each way on PCIe 5
+x16 beside CPU AdamW, measured on the H200."""
 PARAMS_PER_CORE = 2.3e9 / 14
 """CPU AdamW a core and second while the link is busy: 2.3 G/s by 14 of 16 cores, measured on the H200."""
 HOST_TRAFFIC = 26
