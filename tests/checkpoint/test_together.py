@@ -1,6 +1,7 @@
 """Several ranks write one checkpoint, or none."""
 
 import multiprocessing
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +40,12 @@ def save(tmp_path, size, broken=None):
     for process in processes:
         process.join(timeout=300)
     return directory, found
+
+
+@pytest.fixture(autouse=True)
+def found_by_ranks(monkeypatch):
+    """A rank is a new process that imports this module by its name, with our path to look for it."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
 
 
 @pytest.mark.slow
