@@ -151,7 +151,7 @@ def test_help_lists_every_command(capsys):
 @pytest.mark.slow
 def test_bench_of_the_demo_with_a_peer_that_is_not_there(tmp_path):
     """Rows as one object on standard output, the same on disk, and a peer's absence is a row, not a failure."""
-    words = ("demo", "--batch-size", "2", "--max-length", "64", "--steps", "1", "--against", "flashoptim", "--json")
+    words = ("demo", "--batch-size", "2", "--max-length", "64", "--steps", "5", "--against", "flashoptim", "--json")
     result = penstock("bench", *words, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.splitlines()) == 1
@@ -165,7 +165,7 @@ def test_bench_of_the_demo_with_a_peer_that_is_not_there(tmp_path):
         assert row["error"] == ""
         assert row["tokens_per_s"] == pytest.approx(128 / row["step_s"])
         assert row["exposed_s"] == pytest.approx(row["step_s"] - row["floor_s"])
-        assert 0.1 < row["step_s"] / row["floor_s"] < 50  # one step each, on a machine that may be busy
+        assert 0.5 < row["step_s"] / row["floor_s"] < 20
     assert rows[3]["step_s"] is None
     assert rows[3]["error"]
     assert rows[3]["error"] in (directory / "table.txt").read_text()

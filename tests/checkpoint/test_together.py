@@ -36,9 +36,9 @@ def save(tmp_path, size, broken=None):
     processes = [context.Process(target=rank_saves, args=(rank, *words)) for rank in range(size)]
     for process in processes:
         process.start()
-    found = sorted(results.get(timeout=600) for _ in range(size))
+    found = sorted(results.get(timeout=120) for _ in range(size))
     for process in processes:
-        process.join(timeout=300)
+        process.join(timeout=60)
     return directory, found
 
 
