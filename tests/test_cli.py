@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from penstock.cli import DataArgs, _parse_with_recipe, _with_value, find_recipe, main
+from penstock.cli import DataArgs, _parse_with_recipe, _with_value, main
 from penstock.errors import RecipeError
 from penstock.presets import PRESETS
+from penstock.recipe_file import find_recipe
 
 
 def penstock(*words, cwd=None, env=None):
@@ -20,7 +21,7 @@ def penstock(*words, cwd=None, env=None):
 def test_flag_over_yaml_over_preset(tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     path.write_text("preset: demo\nlr: 2e-4\nbatch_size: 3\n")
-    recipe = find_recipe(str(path))
+    recipe, _ = find_recipe(str(path))
     assert (recipe.name, recipe.lr, recipe.batch_size) == ("mine", 2e-4, 3)
     assert recipe.max_length == PRESETS["demo"].max_length
     assert main(["train", str(path), "--lr", "3e-4", "--dry-run", "--json", "--output-dir", str(tmp_path / "o")]) == 0
@@ -42,7 +43,14 @@ def test_presets_take_a_tenth_of_their_own_data_and_all_of_yours(words, share, t
     assert args.recipe.data_percent == share
     path = tmp_path / "mine.yaml"
     path.write_text("preset: llama-8b\n" + "".join(f"{w.lstrip('-').replace('=', ': ')}\n" for w in words if "=" in w))
-    assert find_recipe(str(path)).data_percent == (100.0 if any("=" in w for w in words) else 10.0)
+    assert find_recipe(str(path))[0].data_percent == (100.0 if any("=" in w for w in words) else 10.0)
+
+
+def test_a_share_that_a_file_chose_stays_for_other_data(tmp_path):
+    path = tmp_path / "mine.yaml"
+    for text, share in (("data_percent: 10", 10.0), ("lr: 2e-5", 100.0)):
+        path.write_text(f"preset: llama-8b\n{text}\n")
+        assert _parse_with_recipe(DataArgs, "data", [str(path), "--data", "x.jsonl"]).recipe.data_percent == share
 
 
 def test_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):

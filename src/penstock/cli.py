@@ -500,8 +500,9 @@ Args = TypeVar("Args", bound=RecipeArgs)
 def _parse_with_recipe(kind: type[Args], command: str, words: list[str], **changes: Any) -> Args:
     """Flags over YAML over preset: the recipe that is named, with `changes`, becomes the default of every flag."""
     named = bool(words) and not words[0].startswith("-")
-    base = dataclasses.replace(find_recipe(words[0] if named else "demo"), **changes)
+    found, chosen = find_recipe(words[0] if named else "demo")
+    base = dataclasses.replace(found, **changes)
     args = tyro.cli(kind, default=kind(recipe=base), args=words[1:] if named else words, prog=f"penstock {command}")
-    if any(word.split("=")[0] in ("--data-percent", "--data_percent") for word in words):
+    if chosen or any(word.split("=")[0] in ("--data-percent", "--data_percent") for word in words):
         return args
     return dataclasses.replace(args, recipe=all_of_own_data(args.recipe, base))

@@ -12,10 +12,13 @@ from penstock.presets import PRESETS
 from penstock.recipe import Recipe, with_values
 
 
-def find_recipe(name: str) -> Recipe:
-    """A preset by name, or a recipe from a YAML file, whose `preset` key names what it starts from."""
+def find_recipe(name: str) -> tuple[Recipe, bool]:
+    """A preset by name, or a recipe from a YAML file, whose `preset` key names what it starts from.
+
+    And whether someone chose how much of the data it takes: a preset's own share is meant for its own data.
+    """
     if name in PRESETS:
-        return PRESETS[name]
+        return PRESETS[name], False
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         remedy = did_you_mean(name, PRESETS) + " Or name a .yaml file."
@@ -36,7 +39,8 @@ def find_recipe(name: str) -> Recipe:
         raise RecipeError(f"there is no preset {preset!r}", where=name, remedy=did_you_mean(str(preset), PRESETS))
     base = PRESETS[preset] if preset else Recipe()
     recipe = with_values(dataclasses.replace(base, name=path.stem), values, where=name)
-    return recipe if "data_percent" in values else all_of_own_data(recipe, base)
+    chosen = "data_percent" in values
+    return recipe if chosen else all_of_own_data(recipe, base), chosen
 
 
 def all_of_own_data(recipe: Recipe, base: Recipe) -> Recipe:

@@ -71,7 +71,7 @@ class _Compiled:
     def __init__(self, plain: Callable[..., Any], attempt: _Attempt) -> None:
         functools.update_wrapper(self, plain)  # transformers reads the signatures of forwards
         self.plain, self._attempt = plain, attempt
-        self._compiled = _compiled(plain)
+        self._compiled = _compile(plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._attempt.failed or not torch.is_grad_enabled():
@@ -89,7 +89,7 @@ class _Compiled:
         return result
 
 
-def _compiled(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(plain: Callable[..., Any]) -> Callable[..., Any]:
     layer = getattr(plain, "__self__", None)
     if not isinstance(layer, nn.Module) or not _in_one_piece(layer):
         return torch.compile(plain)

@@ -187,9 +187,8 @@ class StreamHome:
         turn, self._turn = self._turn % len(self._slots), self._turn + 1
         slot, home = self._slots[turn][: update.chunk.state_bytes], self._state[update.chunk]
         self._free[turn].wait_on_host()  # or the chunk would land on one that has not left yet
-        self._home_again.get(
-            update.chunk, Mark()
-        ).wait_on_host()  # or, of few chunks, it would set out before it came home
+        last = self._home_again.get(update.chunk, Mark())
+        last.wait_on_host()  # or, of few chunks, it would set out before it came home
         with self._in.work():
             slot.copy_(home, non_blocking=True)
         self._lane.wait(self._in.mark())  # or the kernel would read what was in the slot before
