@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
 import xxhash
 
 import penstock.engine.native as native
@@ -29,6 +28,7 @@ from penstock.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model
 from penstock.presets import PRESETS
 from penstock.recipe import parse_homes, with_values
+from penstock.train import make_repeatable
 
 OUT = Path(os.environ.get("OUT", "."))
 STEPS = 3
@@ -50,8 +50,7 @@ def turned(homes):
 
 
 def build(recipe):
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    make_repeatable(dataclasses.replace(recipe, deterministic=True))
     device = pick_device(recipe.device)
     recipe = dataclasses.replace(recipe, dtype=pick_dtype(recipe.dtype, device))
     config = load_config(recipe)

@@ -7,7 +7,7 @@ from tiny import SEVEN, packed, tiny_model
 from penstock.model.attention import Segments, stock_attention, use_attention
 from penstock.model.compiled import set_compile
 from penstock.model.loss import packed_loss
-from penstock.model.recompute import set_recompute
+from penstock.model.recompute import dials, set_recompute
 from penstock.model.units import find_units
 from penstock.offload.optimizer import OffloadAdamW
 
@@ -28,9 +28,9 @@ def loss_of(model, units, batch):
 def gradients(model, *, on, recompute="none", say=lambda _: None):
     units = find_units(model)
     use_attention(model, "auto")
-    set_recompute(units.layers, "none")
-    set_compile(units.layers, on, say)
-    set_recompute(units.layers, recompute)
+    num_layers = len(units.layers)
+    set_recompute(units.layers, dials("none", num_layers))
+    set_recompute(units.layers, set_compile(units.layers, on, say, dials(recompute, num_layers)))
     model.zero_grad()
     loss = loss_of(model, units, packed())
     loss.backward()
@@ -50,6 +50,7 @@ def test_loss_and_gradients_are_those_of_the_plain_layers(name):
     plain = gradients(model, on=False)
     assert_close(plain, gradients(model, on=True))
     assert_close(plain, gradients(model, on=True, recompute="full"))
+    assert_close(plain, gradients(model, on=True, recompute="selected"))
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients(model, on=False), strict=True)), "it can be undone"
 
 
@@ -65,7 +66,7 @@ def test_layers_share_one_compilation_and_no_step_needs_another():
     assert not torch._dynamo.utils.counters["frames"].get("total", 0)
 
 
-def plain_and_compiled(model, device="cpu", compiled=True):
+def plain_and_compiled(model, device="cpu", compiled=True, recompute="none"):
     """Loss and gradients of two rows of one segment each: without loops over segments, the compiler sees all of it."""
     units = find_units(model)
     use_attention(model, "auto")
@@ -74,7 +75,7 @@ def plain_and_compiled(model, device="cpu", compiled=True):
     segments = Segments.of((0, 16, 32), torch.device(device))
     found = []
     for on in (False, True) if compiled else (False,):
-        set_compile(units.layers, on, pytest.fail)
+        set_compile(units.layers, on, pytest.fail, dials(recompute, len(units.layers)))
         torch._dynamo.utils.counters.clear()
         model.zero_grad()
         loss = packed_loss(units, ids, positions, segments, torch.arange(31, device=device), ids.flatten()[1:])
@@ -84,12 +85,33 @@ def plain_and_compiled(model, device="cpu", compiled=True):
 
 
 @pytest.mark.slow
-def test_layers_that_keep_products_share_one_compilation(monkeypatch):
+@pytest.mark.parametrize(("recompute", "graphs"), [("none", 1), ("selected", 1), (4, 2)])
+def test_layers_that_keep_products_share_one_compilation(monkeypatch, recompute, graphs):
     monkeypatch.setattr("penstock.model.compiled._in_one_piece", lambda layer: True)  # as on a GPU
     model = tiny_model("llama", num_hidden_layers=10)  # more than the compiler's limit for one function
-    for plain, compiled in zip(*plain_and_compiled(model), strict=True):
+    for plain, compiled in zip(*plain_and_compiled(model, recompute=recompute), strict=True):
         assert (plain - compiled).norm() <= 1e-4 * plain.norm()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.slow
+def test_compiled_layers_keep_less_when_products_that_widen_are_computed_again(monkeypatch):
+    monkeypatch.setattr("penstock.model.compiled._in_one_piece", lambda layer: True)
+
+    def wide_tensors_kept(recompute):
+        model = tiny_model("llama", hidden_size=32, intermediate_size=96)
+        units, sizes = find_units(model), []
+        use_attention(model, "auto")
+        set_compile(units.layers, True, pytest.fail, dials(recompute, len(units.layers)))
+        ids = torch.randint(3, 90, (2, 25), generator=torch.Generator().manual_seed(0))
+        positions, segments = torch.arange(25).expand(2, -1), Segments.of((0, 25, 50), torch.device("cpu"))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):
+            packed_loss(units, ids, positions, segments, torch.arange(49), ids.flatten()[1:])
+        return sizes.count(50 * 96)
+
+    gate_and_up = 2 * len(find_units(tiny_model("llama")).layers)
+    assert wide_tensors_kept("none") == gate_and_up
+    assert wide_tensors_kept("selected") == 0
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from penstock.errors import ModelError
 from penstock.model import loss as loss_module
 from penstock.model.attention import use_attention
 from penstock.model.loss import check_logits, loss_sum, packed_loss
-from penstock.model.recompute import set_recompute
+from penstock.model.recompute import dials, set_recompute
 from penstock.model.units import find_units
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -141,7 +141,7 @@ def test_one_training_step_lowers_the_loss(name, recompute):
     model, batch = tiny_model(name), packed()
     units = find_units(model)
     use_attention(model, "auto")
-    set_recompute(units.layers, recompute)
+    set_recompute(units.layers, dials(recompute, len(units.layers)))
     args = (units, batch.input_ids, batch.position_ids, batch.segments, batch.target_index, batch.targets)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     before = packed_loss(*args)

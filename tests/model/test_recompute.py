@@ -8,14 +8,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.errors import RecipeError
 from penstock.model.attention import use_attention
 from penstock.model.loss import packed_loss
-from penstock.model.recompute import PRODUCTS, set_recompute
+from penstock.model.recompute import PRODUCTS, dials, set_recompute
 from penstock.model.units import find_units
 
 
 def gradients(model, choice):
     units = find_units(model)
     use_attention(model, "auto")
-    set_recompute(units.layers, choice)
+    set_recompute(units.layers, dials(choice, len(units.layers)))
     batch = packed()
     loss = packed_loss(units, batch.input_ids, batch.position_ids, batch.segments, batch.target_index, batch.targets)
     model.zero_grad()
@@ -27,7 +27,7 @@ def gradients(model, choice):
 def test_gradients_are_the_same_bits(name):
     model = tiny_model(name)
     kept = gradients(model, "none")
-    for choice in ("full", 1, "none") if name == "gpt_oss" else ("full", 1, "selected", "none"):
+    for choice in ("full", 1, "selected", "none"):
         assert all(torch.equal(a, b) for a, b in zip(kept, gradients(model, choice), strict=True))
 
 
@@ -46,11 +46,11 @@ def test_layers_run_again_in_backward_and_hooks_do_not():
     assert hook_calls == [1, 1]
 
 
-def products_in_backward(choice):
-    model, batch = tiny_model("llama"), packed()
+def products_in_backward(choice, **shape):
+    model, batch = tiny_model("llama", **shape), packed()
     units = find_units(model)
     use_attention(model, "auto")
-    set_recompute(units.layers, choice)
+    set_recompute(units.layers, dials(choice, len(units.layers)))
     args = (units, batch.input_ids, batch.position_ids, batch.segments, batch.target_index, batch.targets)
     loss, count = packed_loss(*args), [0]
 
@@ -64,19 +64,24 @@ def products_in_backward(choice):
     return count[0]
 
 
-def test_selected_repeats_no_product():
-    assert products_in_backward("full") > products_in_backward("none") == products_in_backward("selected")
+def test_selected_repeats_the_products_that_widen_and_no_other():
+    shape = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2}
+    none, selected, full = (products_in_backward(choice, **shape) for choice in ("none", "selected", "full"))
+    assert selected == none + 2 * 2, "gate and up, of two layers"
+    assert full > selected
+    shape["intermediate_size"] = 64
+    assert products_in_backward("selected", **shape) == products_in_backward("none", **shape), "twice is not wide"
 
 
-def test_selected_refuses_products_that_are_changed_in_place():
-    with pytest.raises(RecipeError, match="add them in place"):
-        set_recompute(find_units(tiny_model("gpt_oss")).layers, "selected")
+def test_a_number_counts_layers_from_the_first():
+    assert dials(1, 3) == ["selected", "none", "none"]
+    assert dials("selected", 2) == ["selected"] * 2
 
 
 def test_nothing_is_recomputed_without_gradients():
     model = tiny_model("llama")
     units = find_units(model)
-    set_recompute(units.layers, "full")
+    set_recompute(units.layers, dials("full", len(units.layers)))
     calls = []
     units.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
@@ -92,11 +97,11 @@ def test_none_restores_the_layer():
 
     layers[1].forward = replaced
     for choice in ("full", "full", "none"):
-        set_recompute(layers, choice)
+        set_recompute(layers, dials(choice, len(layers)))
         assert (layers[1].forward is replaced) == (choice == "none")
     assert "forward" not in vars(layers[0])
 
 
 def test_more_layers_than_there_are_is_an_error():
     with pytest.raises(RecipeError, match="recompute = 3: the model has 2 layers"):
-        set_recompute(find_units(tiny_model("llama")).layers, 3)
+        dials(3, 2)

@@ -21,9 +21,9 @@ from penstock.errors import DoesNotFit
 from penstock.model.attention import Segments, use_attention
 from penstock.model.compiled import set_compile
 from penstock.model.loss import call_as, check_logits, packed_loss
-from penstock.model.recompute import set_recompute
+from penstock.model.recompute import dials, set_recompute
 from penstock.model.units import find_units
-from penstock.offload.lanes import Span
+from penstock.offload.lanes import Span, early
 from penstock.offload.optimizer import OffloadAdamW
 from penstock.offload.shards import local
 from penstock.offload.state import SavedTensor, state_tensors, weight_tensors
@@ -39,16 +39,16 @@ class PackedModel:
         self.device = next(model.parameters()).device
         use_attention(model, recipe.attention)
         check_logits(model, self.units)
-        set_recompute(self.units.layers, "none")
-        set_compile(self.units.layers, recipe.compile, say)
-        compiled = recipe.compile and recipe.recompute == "selected"  # which is what a compiled layer does by itself
-        set_recompute(self.units.layers, "none" if compiled else recipe.recompute)
+        layers = self.units.layers
+        set_recompute(layers, dials("none", len(layers)))
+        set_recompute(layers, set_compile(layers, recipe.compile, say, dials(recipe.recompute, len(layers))))
         model.train()
 
     def loss_sum(self, batch: MicroBatch) -> Tensor:
         """Sum of the losses of the trained tokens."""
-        batch = batch.to(self.device)
-        segments = Segments.of(batch.boundaries, self.device)
+        with early(self.device) as made:
+            batch, segments = batch.to(self.device), Segments.of(batch.boundaries, self.device)
+            made += [batch.input_ids, batch.position_ids, batch.target_index, batch.targets, segments.offsets]
 
         def loss() -> Tensor:
             rows = (batch.input_ids, batch.position_ids, segments, batch.target_index, batch.targets)

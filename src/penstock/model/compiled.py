@@ -10,6 +10,8 @@ On a GPU a compiled layer keeps for backward what matrix products and attention 
 the kernels that need it. That costs nothing and takes 0.6 of the memory: qwen3-14b, 4 x 4096 tokens on an H200, six
 layers, 0.499 s and 13.5 GB against 0.498 s and 20.2 GB as the compiler chooses by itself. Its own dial
 (`activation_memory_budget`) was rejected: at 0.5 it took 0.514 s and 11.5 GB; it does not know what attention costs.
+`recompute = selected` is compiled in as well: products that widen are then computed again, and nothing is that backward
+does not need, such as the layer's last product.
 
 Experts stay out of it. Compiled, the gradients of grouped products come in a layout whose kernel wants every expert's
 number of tokens to be a multiple of eight, and ends the process where it is not (torch 2.11).
@@ -22,20 +24,25 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.cache import cache_dir
-from penstock.model.recompute import keeping_products
+from penstock.model.recompute import Dial, keeping_narrow, keeping_products
 
 Say = Callable[[str], None]
 
 
-def set_compile(layers: Sequence[nn.Module], on: bool, say: Say) -> None:
-    """Compile every layer at its first forward with gradients, or undo it."""
+def set_compile(layers: Sequence[nn.Module], on: bool, say: Say, chosen: Sequence[Dial] = ()) -> list[Dial]:
+    """Compile every layer at its first forward with gradients, or undo it. Returns what is left for `set_recompute`.
+
+    A compiled layer sees to `selected` by itself; one that the compiler does not see whole is computed again whole.
+    """
+    chosen = chosen or ["none"] * len(layers)
     for layer in layers:
         forward = vars(layer).get("forward")
         if isinstance(forward, _Compiled):
@@ -45,15 +52,18 @@ def set_compile(layers: Sequence[nn.Module], on: bool, say: Say) -> None:
         for experts in _experts(layer):
             vars(experts).pop("forward", None)
     if not on:
-        return
+        return list(chosen)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir("compiled")))  # the default is emptied with /tmp
     # It warns of operations in place in what is computed again; compiled code has none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    attempt = _Attempt(say)
-    for layer in layers:
+    attempt, left = _Attempt(say), list[Dial]()
+    for layer, dial in zip(layers, chosen, strict=True):
         for experts in _experts(layer):
             experts.forward = torch.compiler.disable(experts.forward)
-        layer.forward = _Compiled(layer.forward, attempt)
+        whole = _in_one_piece(layer)
+        layer.forward = _Compiled(layer, attempt, whole=whole, selected=dial == "selected")
+        left.append(dial if dial != "selected" else "none" if whole else "full")
+    return left
 
 
 @dataclass
@@ -68,14 +78,24 @@ class _Attempt:
 class _Compiled:
     """A forward that is compiled where gradients are wanted."""
 
-    def __init__(self, plain: Callable[..., Any], attempt: _Attempt) -> None:
-        functools.update_wrapper(self, plain)  # transformers reads the signatures of forwards
-        self.plain, self._attempt = plain, attempt
-        self._compiled = _compile(plain)
+    def __init__(self, layer: nn.Module, attempt: _Attempt, *, whole: bool, selected: bool) -> None:
+        self.plain, self._attempt = layer.forward, attempt
+        functools.update_wrapper(self, self.plain)  # transformers reads the signatures of forwards
+        self._compiled = self._uncompiled = self.plain
+        if not whole:
+            self._compiled = torch.compile(self.plain)
+        else:
+            # The layer is an argument: bound to the function, each would be one of its own, and compiled for itself.
+            forward = cast(MethodType, self.plain).__func__
+            self._compiled = functools.partial(torch.compile(_narrow if selected else _kept), forward, layer)
+            if selected:
+                self._uncompiled = functools.partial(_narrow, forward, layer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._attempt.failed or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
+        if self._attempt.failed:
+            return self._uncompiled(*args, **kwargs)
         if self._attempt.works:
             return self._compiled(*args, **kwargs)
         try:
@@ -84,22 +104,18 @@ class _Compiled:
             first = str(error).strip().splitlines()[0]
             self._attempt.failed = True
             self._attempt.say(f"layers run uncompiled, which is slower: the compiler failed ({first})")
-            return self.plain(*args, **kwargs)
+            return self._uncompiled(*args, **kwargs)
         self._attempt.works = True
         return result
 
 
-def _compile(plain: Callable[..., Any]) -> Callable[..., Any]:
-    layer = getattr(plain, "__self__", None)
-    if not isinstance(layer, nn.Module) or not _in_one_piece(layer):
-        return torch.compile(plain)
-    # The layer is an argument: bound to the function, each would be a function of its own, and compiled for itself.
-    return functools.partial(torch.compile(_kept), plain.__func__, layer)  # type: ignore[attr-defined]
-
-
 def _in_one_piece(layer: nn.Module) -> bool:
     """Whether the compiler sees all of a layer; elsewhere attention runs outside of it, segment by segment."""
-    return not _experts(layer) and all(p.is_cuda and p.dtype is torch.bfloat16 for p in layer.parameters())
+    return (
+        isinstance(layer.forward, MethodType)
+        and not _experts(layer)
+        and all(p.is_cuda and p.dtype is torch.bfloat16 for p in layer.parameters())
+    )
 
 
 def _experts(layer: nn.Module) -> list[nn.Module]:
@@ -109,3 +125,7 @@ def _experts(layer: nn.Module) -> list[nn.Module]:
 
 def _kept(forward: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(forward, layer, *args, use_reentrant=False, context_fn=keeping_products, **kwargs)
+
+
+def _narrow(forward: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(forward, layer, *args, use_reentrant=False, context_fn=keeping_narrow, **kwargs)

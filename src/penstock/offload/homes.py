@@ -154,6 +154,7 @@ class StreamHome:
         tape: Tape,
         *,
         cores: Sequence[int],
+        arriving: Lane,
         most_waiting: int = 0,
     ) -> None:
         self._arena = Arena(sum(padded(c.state_bytes) for c in chunks), pinned=device.type == "cuda", cores=cores)
@@ -162,7 +163,7 @@ class StreamHome:
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
         self._free = [main_mark(device)] * NUM_SLOTS
         self._home_again: dict[Chunk, Mark] = {}  # after which a chunk's state is back from its last update
-        self._in, self._out = Lane("in", device, tape), Lane("out", device, tape)
+        self._in, self._out = Lane("in", device, tape, behind=arriving), Lane("out", device, tape)
         self._lane = Lane("update", device, tape, urgent=True)
         self._turn = 0
         self._order = ThreadPoolExecutor(1, "penstock-stream")
@@ -235,13 +236,15 @@ class HostHome:
 
     name = "host"
 
-    def __init__(self, chunks: Sequence[Chunk], device: torch.device, tape: Tape, *, cores: Sequence[int]) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], device: torch.device, tape: Tape, *, cores: Sequence[int], arriving: Lane
+    ) -> None:
         self._device, self._mirrored, self._tape = device, device.type == "cuda", tape
         itemsize = {c: c.dtype.itemsize if self._mirrored else 0 for c in chunks}
         total = sum(padded(c.state_bytes) + 2 * padded(c.size * itemsize[c]) for c in chunks)
         self._arena = Arena(total, pinned=self._mirrored, cores=cores)
         self._copies = {c: self._place(c) for c in chunks}
-        self._down, self._up = Lane("down", device, tape), Lane("up", device, tape)
+        self._down, self._up = Lane("down", device, tape), Lane("up", device, tape, behind=arriving)
         self._arrived: dict[Chunk, Mark] = {}
         self._pool = Pool(cores)
         self._order = ThreadPoolExecutor(1, "penstock-host")  # takes chunks in the order given, one after another
@@ -280,7 +283,7 @@ class HostHome:
         row = coefficients.host.read()[coefficients.group]
         with self._tape.on_host("cpu"):
             self._pool.adamw_(weight, gradient, update.chunk.view(copy.state), row)
-        self._up.wait(update.ready)  # or the weight could change under a backward that still reads it
+        update.ready.wait_on_host()  # or the weight could change under a backward that still reads it
         if copy.weight is not None:
             with self._up.work():
                 update.weight.copy_(copy.weight, non_blocking=True)

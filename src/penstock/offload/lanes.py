@@ -2,10 +2,17 @@
 
 On CUDA (and ROCm, which speaks the same torch calls) a lane is a stream. On a device without streams work runs at once,
 in the order in which it is given, so every schedule can be tested on a CPU.
+
+The copy engine of a direction serves one stream as long as it has work, and streamed state always has: any other copy,
+however small, waits until the last chunk is through (0.7 s a step of qwen3-14b on an H200). So nothing that the model
+waits for is copied on the model's stream while state streams: numbers go in as arguments of kernels (`norm.py`), what
+the host reads leaves on a stream of its own (`ToHost`), the batch comes before (`early`), weights from `host` are in
+one queue with the state (`housing.py`).
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,11 +118,16 @@ class ToHost:
 
     @classmethod
     def of(cls, tensor: Tensor) -> ToHost:
-        """Start it on its way, on the calling thread's current stream."""
-        if tensor.is_cuda:  # to memory that is not pinned the copy would be made at once, and waited for
-            landing = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            return cls(landing.copy_(tensor, non_blocking=True), main_mark(tensor.device))
-        return cls(tensor, Mark())
+        """Start it on its way, after what the calling thread has enqueued on its current stream."""
+        if not tensor.is_cuda:
+            return cls(tensor, Mark())
+        landing = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # or the copy would be waited for
+        side = _side(tensor.device, "to host")
+        main_mark(tensor.device).hold(side)
+        with torch.cuda.stream(side):
+            landing.copy_(tensor, non_blocking=True)
+        tensor.record_stream(side)
+        return cls(landing, Mark(side.record_event()))
 
     def ready(self) -> bool:
         """Whether reading would not wait."""
@@ -128,12 +140,16 @@ class ToHost:
 
 
 class Lane:
-    """One ordered queue of work."""
+    """One ordered queue of work; or, with `behind`, another name for what is put into that lane's queue."""
 
-    def __init__(self, name: LaneName, device: torch.device, tape: Tape, *, urgent: bool = False) -> None:
+    def __init__(
+        self, name: LaneName, device: torch.device, tape: Tape, *, urgent: bool = False, behind: Lane | None = None
+    ) -> None:
         self.name, self._tape = name, tape
         priority = -1 if urgent else 0
-        self._stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = behind._stream if behind else None
+        if device.type == "cuda" and not behind:
+            self._stream = torch.cuda.Stream(device, priority=priority)
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -164,3 +180,24 @@ def main_waits(device: torch.device, mark: Mark) -> None:
     """What the calling thread enqueues from now on its current stream starts after `mark`."""
     if device.type == "cuda":
         mark.hold(torch.cuda.current_stream(device))
+
+
+@contextmanager
+def early(device: torch.device) -> Iterator[list[Tensor]]:
+    """Copies to the device made inside do not wait for the model's work, which waits for them. List what was made."""
+    made: list[Tensor] = []
+    if device.type != "cuda":
+        yield made
+        return
+    main, side = torch.cuda.current_stream(device), _side(device, "early")
+    with torch.cuda.stream(side):
+        yield made
+    main.wait_stream(side)
+    for tensor in made:
+        tensor.record_stream(main)
+
+
+@functools.cache
+def _side(device: torch.device, _: str) -> torch.cuda.Stream:
+    """A stream for copies beside everything else, one for every purpose."""
+    return torch.cuda.Stream(device)

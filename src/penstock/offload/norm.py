@@ -89,10 +89,9 @@ class Scalars:
         return torch.stack(rows, dim=1).float()
 
     def _send(self, values: list[list[float]]) -> Tensor:
-        tensor = torch.tensor(values, dtype=torch.float64)
-        if self._device.type == "cuda":  # from pageable memory the copy would wait for all work queued there
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
+        """As arguments of kernels: a copy would wait for state that is streaming (see `lanes.py`)."""
+        made = [torch.full((), v, dtype=torch.float64, device=self._device) for row in values for v in row]
+        return torch.stack(made).view(len(values), -1)
 
     def advance(self, groups: Sequence[Mapping[str, Any]], taken: Tensor) -> None:
         """Count the step if it was taken."""
