@@ -27,7 +27,9 @@ from penstock.train import lr_at, prepare_run
 
 MIX = "gpu=0.4,stream=0.3,host=0.3"
 HOMES = ("gpu", "stream", "host", MIX)
-BASE = dataclasses.replace(PRESETS["demo"], batch_size=2, max_length=128, max_steps=200, deterministic=True)
+BASE = dataclasses.replace(
+    PRESETS["demo"], batch_size=2, max_length=128, max_steps=200, deterministic=True, compile=False
+)
 
 
 def variants():

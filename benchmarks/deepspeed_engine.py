@@ -37,7 +37,7 @@ def build(recipe, device):
 
 def step(mode, ratio, *settings):
     values = {name: yaml.safe_load(value) for name, value in (setting.split("=", 1) for setting in settings)}
-    base = dataclasses.replace(PRESETS["llama-8b"], init="random", dtype="bf16", keep=0)
+    base = dataclasses.replace(PRESETS["llama-8b"], init="random", dtype="bf16", keep=0, recompute="full")
     recipe = with_values(base, {"engine": "deepspeed", "mode": mode, "offload_ratio": float(ratio), **values}, "flags")
     engine = build(recipe, torch.device("cuda"))
     vocab_size = engine.model.config.get_text_config().vocab_size
@@ -61,7 +61,7 @@ def step(mode, ratio, *settings):
 def demo(engine, mode, ratio, steps):
     return dataclasses.replace(
         PRESETS["demo"], engine=engine, mode=mode, offload_ratio=float(ratio), bucket_size=500_000, dtype="bf16",
-        batch_size=2, max_length=128, max_steps=int(steps), keep=0,
+        batch_size=2, max_length=128, max_steps=int(steps), keep=0, compile=False,
     )  # fmt: skip
 
 

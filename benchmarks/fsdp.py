@@ -33,7 +33,7 @@ def measure(kind: str, preset: str, batch_size: int, micro: int, steps: int) -> 
     device = pick_device("auto")
     dtype = pick_dtype("auto", device)
     recipe = dataclasses.replace(
-        PRESETS[preset], init="random", dtype=dtype, batch_size=batch_size, micro_batch_size=micro
+        PRESETS[preset], init="random", dtype=dtype, batch_size=batch_size, micro_batch_size=micro, recompute="full"
     )
     config, remainders = load_config(recipe), None
     if kind == "fsdp":

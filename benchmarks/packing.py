@@ -56,7 +56,7 @@ def main(data, tokenizer, preset, *settings):
     for setting in settings:
         key, value = setting.split("=", 1)
         typed[key] = json.loads(value) if value[0] in "0123456789tf" else value
-    recipe = with_values(PRESETS[preset], typed, "command line")
+    recipe = with_values(dataclasses.replace(PRESETS[preset], recompute="full"), typed, "command line")
     device = pick_device(recipe.device)
     recipe = dataclasses.replace(recipe, dtype=pick_dtype(recipe.dtype, device))
     config = load_config(recipe)

@@ -38,7 +38,7 @@ DISK_BYTES = int(os.environ.get("DISK_BYTES", 8 * 2**30))
 def parse(preset, settings):
     values = {"init": "random", "homes": "gpu=0.4,stream=0.3,host=0.3"} | dict(s.split("=", 1) for s in settings)
     typed = {key: json.loads(value) if value[0] in "0123456789" else value for key, value in values.items()}
-    return with_values(PRESETS[preset], typed, "command line")
+    return with_values(dataclasses.replace(PRESETS[preset], recompute="full"), typed, "command line")
 
 
 def turned(homes):

@@ -62,7 +62,7 @@ def test_presets_are_those_of_the_design():
         assert (recipe.batch_size, recipe.lr, recipe.warmup, recipe.weight_decay) == (4, 1e-5, 0.05, 0.01)
         assert (recipe.seed, recipe.data, recipe.data_percent, recipe.epochs) == (42, "tatsu-lab/alpaca", 10.0, 1.0)
         assert recipe.max_length == (8192 if name == "gpt-oss-20b" else 4096)
-        assert recipe.recompute == "full"
+        assert recipe.recompute == "auto"
 
 
 def test_presets_need_no_torch():

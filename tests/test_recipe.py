@@ -15,9 +15,9 @@ from penstock.recipe import FIELDS, Recipe, parse_homes, to_dict, with_values
         ("warmup", -0.1), ("betas", (0.9, 1.0)), ("max_grad_norm", -1.0), ("epochs", 0.0), ("epochs", float("inf")),
         ("max_steps", -1), ("batch_size", 0), ("micro_batch_size", -1), ("micro_batch_size", 5), ("max_length", 1),
         ("data_percent", 0.0), ("data_percent", 101.0), ("validation", 0.6), ("eval_every", -1), ("eval_every", 5),
-        ("log_every", 0), ("skip_limit", 0), ("seed", -1), ("recompute", -1), ("shape", "hidden_size=8"), ("name", " "),
-        ("name", "a/b"), ("homes", "disk"), ("homes", "gpu=0.5,disk=0.5"), ("homes", "gpu=half"), ("homes", "gpu=2"),
-        ("homes", "gpu=0.2,gpu=0.8"), ("update", "in-backward"), ("cpu_adam_cores", 0.0), ("cpu_adam_cores", 1.5),
+        ("log_every", 0), ("skip_limit", 0), ("seed", -1), ("recompute", "8"), ("shape", "hidden_size=8"),
+        ("name", " "), ("name", "a/b"), ("homes", "disk"), ("homes", "gpu=0.5,disk=0.5"), ("homes", "gpu=half"),
+        ("homes", "gpu=2"), ("homes", "gpu=0.2,gpu=0.8"), ("update", "in-backward"), ("cpu_adam_cores", 0.0), ("cpu_adam_cores", 1.5),
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(field, value):
@@ -54,7 +54,7 @@ def test_yaml_numbers_written_without_a_dot_are_numbers():
         ({"packing": "yes"}, "'yes' is not true or false"),
         ({"betas": [0.9]}, r"\[0.9\] is not a list of 2 numbers"),
         ({"schedule": "cosin"}, "Did you mean 'cosine'"),
-        ({"recompute": "some"}, "'some' is not full or selected or none or a whole number"),
+        ({"recompute": "some"}, "my.yaml: recompute = 'some': must be auto, none, selected, full"),
         ({"lr": None}, "None is not a number"),
         ({"warmup": 100}, "my.yaml: warmup = 100.0: must be between 0 and 1"),
     ],
@@ -64,7 +64,7 @@ def test_a_wrong_yaml_value_names_file_field_and_type(values, message):
         with_values(Recipe(), values, "my.yaml")
 
 
-@given(st.sampled_from(["full", "none", 0, 3]), st.floats(1e-8, 1.0), st.booleans(), st.integers(1, 99))
+@given(st.sampled_from(["full", "none", "auto", "selected:3"]), st.floats(1e-8, 1.0), st.booleans(), st.integers(1, 99))
 def test_a_recipe_survives_being_written_down(recompute, lr, packing, batch_size):
     recipe = Recipe(recompute=recompute, lr=lr, packing=packing, batch_size=batch_size)
     assert with_values(Recipe(), to_dict(recipe), "x") == recipe

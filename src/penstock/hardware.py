@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.errors import RecipeError
+from penstock.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,11 @@ def pick_dtype(choice: str, device: torch.device) -> Literal["bf16", "fp32"]:
     if choice == "auto":
         return "bf16" if device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
     return "fp32" if choice == "fp32" else "bf16"
+
+
+def pick_compile(recipe: Recipe, device: torch.device) -> bool:
+    """Whether layers are compiled: on a GPU, unless DeepSpeed gathers weights inside of them."""
+    return recipe.compile and device.type == "cuda" and recipe.engine == "penstock"
 
 
 def describe(device: torch.device) -> str:

@@ -22,7 +22,9 @@ HomeName = Literal["gpu", "stream", "host"]
 NUM_SLOTS = 4
 """Staging slots of `stream`: one arriving, one updating, one leaving, one to absorb jitter."""
 DEFAULT_CHUNK = 1 << 24
-"""Elements in a chunk where the link is not known: 160 MiB of fp32 state."""
+"""Elements in a chunk where the link is not known, and the most: 160 MiB of fp32 state."""
+STAGING = NUM_SLOTS * DEFAULT_CHUNK
+"""Elements for which room is left in the slots, whatever the link: a faster one must not leave less for state."""
 CHUNK_SECONDS = 3.4e-3
 """What a chunk should take on the link: long against the start of a copy, short against a layer's forward."""
 STREAM_QUEUE = 16
@@ -47,7 +49,7 @@ _MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 def chunk_for(link_bytes_per_s: float, state_bytes: float) -> int:
     """Elements in a chunk for this link, a power of two, at `state_bytes` an element."""
     wanted = link_bytes_per_s * CHUNK_SECONDS / state_bytes
-    return 1 << min(26, max(20, round(math.log2(max(1.0, wanted)))))
+    return 1 << min(DEFAULT_CHUNK.bit_length() - 1, max(20, round(math.log2(max(1.0, wanted)))))
 
 
 @dataclass(frozen=True)

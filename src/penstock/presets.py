@@ -198,7 +198,6 @@ def _large(name: str, model: str, max_length: int = 4096, **deepspeed: Any) -> R
         warmup=0.05,
         weight_decay=0.01,
         seed=42,
-        recompute="full",
         **deepspeed,
     )
 

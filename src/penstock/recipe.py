@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from penstock.errors import RecipeError, did_you_mean
 
@@ -48,12 +49,12 @@ class Recipe:
     """Precision in which several ranks add up their gradients. Those of fp32 weights are added in fp32 anyway."""
     attention: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"] = "auto"
     """How attention is computed. All of them respect example boundaries; `auto` is varlen."""
-    recompute: Literal["full", "selected", "none"] | int = "none"
-    """Layers whose activations are computed again in backward instead of kept: full, none, or how many. `selected`: of
-    all layers, but for products and attention. Compiled layers on a GPU never keep more than these."""
-
-    compile: bool = False
-    """Compile the decoder layers: faster steps after a start of half a minute; results differ by rounding."""
+    recompute: str = "auto"
+    """What backward computes again instead of keeping it: none, full, or selected, which is what takes much memory for
+    little time. selected:N does so in the first N layers; full:N takes these whole and of the others what selected
+    takes. `auto` takes what the plan finds fastest."""
+    compile: bool = True
+    """Compile the decoder layers on a GPU: faster steps after a start of half a minute; results differ by rounding."""
     mode: Literal["superoffload", "zerooffload"] = "superoffload"
     """`superoffload` hides updates under the arithmetic; `zerooffload`, the baseline, makes them after backward."""
     homes: str = "auto"
@@ -185,7 +186,6 @@ def _words(text: str) -> list[str]:
 def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
     """(field, rule, remedy) of every rule that the values break."""
     numbers = {name: getattr(r, name) for name in FIELDS if isinstance(getattr(r, name), float)}
-    recompute_layers = 0 if isinstance(r.recompute, str) else r.recompute
     checks: list[tuple[bool, str, str, str]] = [
         *((math.isfinite(v), f, "must be a finite number", "Such as 0.5 or 1e-5.") for f, v in numbers.items()),
         (bool(r.name.strip()) and "/" not in r.name, "name", "must be a word without '/'", "A path is --output-dir."),
@@ -213,8 +213,8 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (not r.save_every or r.keep >= 1, "save_every", "does not go with keep = 0", "Leave one of them out."),
         (r.skip_limit >= 1, "skip_limit", "must be at least 1", "10 is the default."),
         (0 <= r.seed < 2**32, "seed", "must be between 0 and 4294967295", "42 is the default."),
-        (recompute_layers >= 0, "recompute", "must be full, selected, none, or a number of layers",
-         "Use none, or 0, to keep all activations."),
+        (_RECOMPUTE.fullmatch(r.recompute) is not None, "recompute",
+         "must be auto, none, selected, full, or one of the last two with a number of layers", "Such as selected:8."),
         (not r.shape or r.init == "random", "shape", "needs random weights", "Add --init random."),
         (0 < r.cpu_adam_cores <= 1, "cpu_adam_cores", "must be over 0 and at most 1", "It is a share of the cores."),
         (r.update != "in-backward" or not r.max_grad_norm, "update", "the global norm is not known in backward",
@@ -249,8 +249,6 @@ def _deepspeed_rules(r: Recipe) -> list[tuple[bool, str, str, str]]:
         (not theirs or r.homes == "auto", "homes", "DeepSpeed has no homes; its share on the host is offload_ratio",
          use_ours),
         (not theirs or r.update == "auto", "update", "DeepSpeed chooses this itself", use_ours),
-        (not theirs or not r.compile, "compile", "does not go with DeepSpeed, which gathers weights inside the layers",
-         use_ours),
         (not theirs or r.states == "fp32", "states", "DeepSpeed keeps fp32 moments", use_ours),
         (not not_saved or not r.save_every, "save_every", "DeepSpeed cannot save this run: SuperOffload keeps moments "
          "in a worker process, and weights on NVMe are in no checkpoint",
@@ -271,6 +269,24 @@ def parse_homes(text: str) -> str | dict[str, float] | None:
             return None
     known = set(shares) <= set(HOMES) and len(shares) == text.count(",") + 1
     return shares if known and all(0 < share <= 1 for share in shares.values()) else None
+
+
+Dial = Literal["none", "selected", "full"]
+DIALS: tuple[Dial, ...] = ("none", "selected", "full")
+"""From most memory to least."""
+_RECOMPUTE = re.compile(r"auto|none|(selected|full)(:[0-9]+)?")
+
+
+def dials(recompute: str, num_layers: int) -> list[Dial]:
+    """What is computed again of every layer. `auto`, if nobody has planned, is nothing."""
+    word, _, count = ("none" if recompute == "auto" else recompute).partition(":")
+    place = DIALS.index(cast(Dial, word))
+    first = int(count) if count else num_layers
+    if first > num_layers:
+        raise RecipeError(
+            f"the model has {num_layers} layers", where=f"recompute = {recompute}", remedy=f"Use {word} for all."
+        )
+    return [DIALS[place] if number < first else DIALS[place - 1] for number in range(num_layers)]
 
 
 TRACKERS = ("tensorboard", "wandb", "trackio")

@@ -43,12 +43,12 @@ from penstock.engine.ranks import ALONE, World, bind, joined
 from penstock.engine.sharded import load_for_ranks
 from penstock.errors import Diverged, DoesNotFit, Interrupted, UserError
 from penstock.generate import answer
-from penstock.hardware import describe, pick_device, pick_dtype
+from penstock.hardware import describe, pick_compile, pick_device, pick_dtype
 from penstock.launch import check_batch
 from penstock.model.flops import flops_per_token
 from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.plan.predict import Plan
-from penstock.plan.report import compare, make_plan, short
+from penstock.plan.report import compare, make_plan, short, with_recompute
 from penstock.probe import known_machine, this_machine
 from penstock.recipe import Recipe, to_dict
 from penstock.report.console import Console
@@ -93,8 +93,8 @@ def train(
                     verify_saved(saved, console.say)
         elif resume:
             console.say(f"There is no checkpoint in {run_dir} yet: beginning with step 1")
-        # The plan is of our engine on one GPU.
-        plan = planned(run, console) if recipe.engine == "penstock" and not world.many else None
+        run, plan = planned(run, console, world)
+        recipe = run.recipe
         with console.phase(f"Loading {recipe.model}") as loading, memory_advice(recipe):
             model, remainders = load(run, console, world)
             loading.num_bytes = sum(p.nbytes for p in model.parameters())
@@ -190,21 +190,27 @@ def start_engine(
     return engine, answer_before(model, run, saved)
 
 
-def planned(run: Run, console: Console) -> Plan | None:
-    """Say in advance what the run should take. None for a model whose numbers the plan does not know.
+def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]:
+    """The run with what the plan chooses for it, said in advance. No plan of a model whose numbers it does not know.
 
     A CPU is not measured for it: there is nothing to place, and the demo would wait for seconds.
     """
+    if run.recipe.engine == "deepspeed":  # as the reference does it
+        word = "full" if run.recipe.recompute == "auto" else run.recipe.recompute
+        return replace(run, recipe=replace(run.recipe, recompute=word)), None
     gpu = run.device.type == "cuda"
-    machine = this_machine(remeasure=False, say=console.say) if gpu else known_machine()
-    if machine is None or machine.has_gpu != gpu:
-        return None
+    machine = world.share(lambda: this_machine(remeasure=False, say=console.say) if gpu else known_machine())
+    if machine is not None and machine.has_gpu != gpu:
+        machine = None
+    run = replace(run, recipe=with_recompute(run.recipe, machine, world.size))
+    if machine is None or world.many:  # the exchange between ranks is not measured
+        return run, None
     try:
         plan = make_plan(run.recipe, machine)
     except UserError:
-        return None
+        return run, None
     console.say(short(plan) if plan.fits else "planned: does not fit; `penstock plan` says what would. Trying anyway.")
-    return plan
+    return run, plan
 
 
 def check_disk(run: Run, engine: Engine, first_step: int, world: World = ALONE) -> None:
@@ -268,7 +274,7 @@ def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resum
     if warning := check_deepspeed(recipe, device, world, resume=resume):
         console.say(f"WARNING: {warning}")
     recipe = replace(recipe, keep=recipe.keep if can_save(recipe) else 0)
-    recipe = replace(recipe, dtype=pick_dtype(recipe.dtype, device))
+    recipe = replace(recipe, dtype=pick_dtype(recipe.dtype, device), compile=pick_compile(recipe, device))
     make_repeatable(recipe)
     config, tokenizer = load_config(recipe), load_tokenizer(recipe)
     with console.phase(f"Reading {recipe.data}"), world.in_turn():

@@ -7,9 +7,10 @@ from tiny import SEVEN, packed, tiny_model
 from penstock.model.attention import Segments, stock_attention, use_attention
 from penstock.model.compiled import set_compile
 from penstock.model.loss import packed_loss
-from penstock.model.recompute import dials, set_recompute
+from penstock.model.recompute import set_recompute
 from penstock.model.units import find_units
 from penstock.offload.optimizer import OffloadAdamW
+from penstock.recipe import dials
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +86,7 @@ def plain_and_compiled(model, device="cpu", compiled=True, recompute="none"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recompute", "graphs"), [("none", 1), ("selected", 1), (4, 2)])
+@pytest.mark.parametrize(("recompute", "graphs"), [("none", 1), ("selected", 1), ("full", 1), ("full:4", 2)])
 def test_layers_that_keep_products_share_one_compilation(monkeypatch, recompute, graphs):
     monkeypatch.setattr("penstock.model.compiled._in_one_piece", lambda layer: True)  # as on a GPU
     model = tiny_model("llama", num_hidden_layers=10)  # more than the compiler's limit for one function

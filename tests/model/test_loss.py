@@ -11,8 +11,9 @@ from penstock.errors import ModelError
 from penstock.model import loss as loss_module
 from penstock.model.attention import use_attention
 from penstock.model.loss import check_logits, loss_sum, packed_loss
-from penstock.model.recompute import dials, set_recompute
+from penstock.model.recompute import set_recompute
 from penstock.model.units import find_units
+from penstock.recipe import dials
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -135,7 +136,7 @@ def test_logits_treated_in_an_unknown_way_are_refused():
         check_logits(model, ignorant)
 
 
-@pytest.mark.parametrize("recompute", ["full", "none", 1])
+@pytest.mark.parametrize("recompute", ["full", "none", "selected:1"])
 @pytest.mark.parametrize("name", [*SEVEN, *OTHERS])
 def test_one_training_step_lowers_the_loss(name, recompute):
     model, batch = tiny_model(name), packed()

@@ -8,8 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.errors import RecipeError
 from penstock.model.attention import use_attention
 from penstock.model.loss import packed_loss
-from penstock.model.recompute import PRODUCTS, dials, set_recompute
+from penstock.model.recompute import PRODUCTS, set_recompute
 from penstock.model.units import find_units
+from penstock.recipe import dials
 
 
 def gradients(model, choice):
@@ -27,7 +28,7 @@ def gradients(model, choice):
 def test_gradients_are_the_same_bits(name):
     model = tiny_model(name)
     kept = gradients(model, "none")
-    for choice in ("full", 1, "selected", "none"):
+    for choice in ("full", "selected:1", "selected", "full:1", "none"):
         assert all(torch.equal(a, b) for a, b in zip(kept, gradients(model, choice), strict=True))
 
 
@@ -41,7 +42,7 @@ def test_layers_run_again_in_backward_and_hooks_do_not():
         layer.self_attn.register_forward_pre_hook(
             lambda *_, n=number: attention_calls.__setitem__(n, attention_calls[n] + 1)
         )
-    gradients(model, 1)
+    gradients(model, "selected:1")
     assert attention_calls == [2, 1]
     assert hook_calls == [1, 1]
 
@@ -74,7 +75,8 @@ def test_selected_repeats_the_products_that_widen_and_no_other():
 
 
 def test_a_number_counts_layers_from_the_first():
-    assert dials(1, 3) == ["selected", "none", "none"]
+    assert dials("selected:1", 3) == ["selected", "none", "none"]
+    assert dials("full:2", 3) == ["full", "full", "selected"]
     assert dials("selected", 2) == ["selected"] * 2
 
 
@@ -103,5 +105,5 @@ def test_none_restores_the_layer():
 
 
 def test_more_layers_than_there_are_is_an_error():
-    with pytest.raises(RecipeError, match="recompute = 3: the model has 2 layers"):
-        dials(3, 2)
+    with pytest.raises(RecipeError, match="recompute = full:3: the model has 2 layers"):
+        dials("full:3", 2)

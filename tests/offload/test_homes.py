@@ -25,7 +25,7 @@ def test_a_streamed_chunk_does_not_set_out_before_it_came_home(monkeypatch):
     lanes = []
     monkeypatch.setattr(Lane, "mark", lambda lane: (lanes.append(lane.name), Watched(f"{lane.name} {len(lanes)}"))[1])
     chunk = Chunk(0, 0, 8, torch.float32, FORMATS["fp32"])
-    home = StreamHome([chunk], CPU, Tape(CPU), cores=[0], arriving=Lane("in", CPU, Tape(CPU)))
+    home = StreamHome([chunk], CPU, Tape(CPU), cores=[0])
     real = home._in.work
     monkeypatch.setattr(home._in, "work", lambda: (log.append("in"), real())[1])
     row = torch.ones(NUM_COEFFICIENTS)

@@ -5,7 +5,6 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -32,7 +31,7 @@ def test_the_report_has_every_part():
         "14.77 B parameters", "resident state", "streamed state", "host state", "weights", "gradients", "activations",
         "staging", "CUDA context", "Loading:", "Disk: 177.2 GB a checkpoint", "forward", "backward", "recompute",
         "exposed", "link, each way", "CPU", "tokens/s", "TFLOP/s", "Whole run: 33 steps", "Other settings that fit",
-        "58% gpu", "benchmarks/results/2026-11-15-h200",
+        "59% gpu", "benchmarks/results/2026-11-15-h200",
     ):  # fmt: skip
         assert part in text, part
     assert "measured" in text.splitlines()[0]
@@ -114,9 +113,11 @@ def test_flags_replace_what_was_said_before():
 
 
 def test_reality_is_compared_without_the_first_steps():
-    plan = make_plan(replace(PRESETS["qwen3-14b"]), H200)
+    plan = make_plan(PRESETS["qwen3-14b"], H200)
     text = compare(plan, [60.0, 9.0, *([plan.seconds.step * 1.1] * 8)], int(plan.peak_bytes("gpu") * 0.99), 10**9)
-    assert text.startswith("after 10 steps: 4.84 s a step, planned 4.4 (+10%)")
+    assert text.startswith(
+        f"after 10 steps: {1.1 * plan.seconds.step:.3g} s a step, planned {plan.seconds.step:.3g} (+10%)"
+    )
     assert "GB GPU" in text
     assert "(-1%)" in text
     assert "planned: " in short(plan)
@@ -144,7 +145,7 @@ def test_the_matrix_takes_a_second_or_two():
 
 def test_the_solver_is_free_when_asked(capsys):
     assert main(["plan", "llama-8b", "--gpu", "h200", "--best"]) == 0
-    assert "chosen by the solver: --micro-batch-size 1 --recompute none" in capsys.readouterr().out
+    assert "chosen by the solver: --micro-batch-size 2" in capsys.readouterr().out
     assert main(["plan", "gpt-oss-20b", "--gpu", "h200", "--best", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["fits"], found["settings"]["states"]) == (True, "bf16")

@@ -91,10 +91,9 @@ def test_exact_whenever_exact_fits(job, machine):
 @settings(deadline=None, max_examples=40)
 @given(jobs, machines)
 def test_what_is_fixed_stays(job, machine):
-    layers = job.architecture.layers
-    best = solve(job, machine, free=Free(states="bf16", micro_batch=1, recompute=layers))
+    best = solve(job, machine, free=Free(states="bf16", micro_batch=1, recompute="full"))
     if best is not None:
-        assert best.settings == Settings("bf16", 1, layers)
+        assert best.settings == Settings("bf16", 1, "full")
 
 
 @pytest.mark.parametrize("name", list(REFERENCE))
@@ -119,11 +118,11 @@ def test_memory_goes_to_activations_before_state():
     """llama-8b on the H200: no recompute at all, one row at a time, and all state resident, as measured best."""
     best = solve(Job(LLAMA_8B, 4, 4096), H200)
     assert best is not None
-    assert (best.settings.recompute, best.placement.fractions()) == (0, {"gpu": 1.0})
+    assert (best.settings.recompute, best.placement.fractions()) == ("none", {"gpu": 1.0})
 
 
 def test_alternatives_say_what_they_trade():
-    base = predict(Job(LLAMA_8B, 4, 4096), Settings("fp32", 4, 32), H200)
+    base = predict(Job(LLAMA_8B, 4, 4096), Settings("fp32", 4, "full"), H200)
     found = alternatives(base)
     assert 1 <= len(found) <= 4
     first = found[0]
@@ -138,7 +137,7 @@ def test_alternatives_say_what_they_trade():
 
 def test_the_cheapest_change_changes_the_mathematics_last():
     big = Job(LLAMA_8B, 32, 8192)
-    base = predict(big, Settings("fp32", 32, 0), H200)
+    base = predict(big, Settings("fp32", 32, "none"), H200)
     assert not base.fits
     change = cheapest_change(base)
     assert change is not None
@@ -146,18 +145,18 @@ def test_the_cheapest_change_changes_the_mathematics_last():
     assert any(flag.startswith("--micro-batch-size") for flag in change.flags)
     seed = PRESETS["seed-oss-36b"]
     job = Job(ARCHITECTURES[seed.model], 4, 4096)
-    change = cheapest_change(predict(job, Settings("fp32", 4, 64), H200))
+    change = cheapest_change(predict(job, Settings("fp32", 4, "full"), H200))
     assert change is not None
     assert "--max-grad-norm 0" in change.flags
     assert "no clipping" in change.trades
-    nothing = predict(Job(ARCHITECTURES["Qwen/Qwen3-14B"], 4, 4096), Settings("fp32", 4, 40), MACHINES["rtx4090"])
+    nothing = predict(Job(ARCHITECTURES["Qwen/Qwen3-14B"], 4, 4096), Settings("fp32", 4, "full"), MACHINES["rtx4090"])
     assert cheapest_change(nothing, EVERYTHING) is None
 
 
 def test_flags_lead_from_one_plan_to_the_other():
-    old = predict(Job(LLAMA_8B, 4, 4096), Settings("fp32", 4, 32), H200)
-    new = predict(Job(LLAMA_8B, 4, 2048, clip=False), Settings("bf16", 2, 8), H200)
+    old = predict(Job(LLAMA_8B, 4, 4096), Settings("fp32", 4, "full"), H200)
+    new = predict(Job(LLAMA_8B, 4, 2048, clip=False), Settings("bf16", 2, "selected:8"), H200)
     assert flags_between(old, new) == (
-        "--states bf16", "--micro-batch-size 2", "--recompute 8", "--max-grad-norm 0", "--max-length 2048",
+        "--states bf16", "--micro-batch-size 2", "--recompute selected:8", "--max-grad-norm 0", "--max-length 2048",
     )  # fmt: skip
     assert flags_between(old, old) == ()

@@ -5,25 +5,44 @@ from dataclasses import astuple, replace
 import pytest
 
 from penstock.machines import H200, MACHINES
+from penstock.plan import speed
 from penstock.plan.memory import Work
 from penstock.plan.speed import arithmetic, exchange_seconds, model_flops, update_seconds
-from penstock.presets import ARCHITECTURES
+from penstock.presets import ARCHITECTURES, PRESETS
 
 QWEN3_14B, LLAMA_8B = ARCHITECTURES["Qwen/Qwen3-14B"], ARCHITECTURES["meta-llama/Llama-3.1-8B"]
+PHI_4 = ARCHITECTURES[PRESETS["phi-4"].model]
 
 
 @pytest.mark.parametrize(
     ("architecture", "work", "times", "floor_s"),
-    [(LLAMA_8B, Work(1, 4096, 0), 4, 1.7096), (QWEN3_14B, Work(4, 4096, 40), 1, 3.8688)],
+    [(LLAMA_8B, Work(1, 4096, "none"), 4, 1.7096), (QWEN3_14B, Work(4, 4096, "full"), 1, 3.8688)],
 )
-def test_floors_of_the_h200(architecture, work, times, floor_s):
-    """benchmarks/results/2026-11-15-h200/rows.jsonl, rows of the floor."""
+def test_floors_of_the_h200(monkeypatch, architecture, work, times, floor_s):
+    """benchmarks/results/2026-11-15-h200/rows.jsonl, rows of the floor; attention was flash attention's then."""
+    monkeypatch.setattr(speed, "ROWS_EFFICIENCY", speed.FLASH_EFFICIENCY)
     assert times * sum(astuple(arithmetic(architecture, work, H200))) == pytest.approx(floor_s, rel=0.05)
 
 
-def test_forward_and_backward_apart():
+@pytest.mark.parametrize(
+    ("architecture", "work", "times", "floor_s"),
+    [
+        (LLAMA_8B, Work(1, 4096, "none", compiled=True), 4, 1.394),
+        (QWEN3_14B, Work(4, 4096, "selected:14", compiled=True), 1, 2.560),
+        (QWEN3_14B, Work(4, 4096, "selected", compiled=True), 1, 2.787),
+        (PHI_4, Work(4, 4096, "selected:14", compiled=True), 1, 2.599),
+        (PHI_4, Work(4, 4096, "selected", compiled=True), 1, 2.834),
+    ],
+)
+def test_floors_of_the_h200_compiled(architecture, work, times, floor_s):
+    """The same file."""
+    assert times * sum(astuple(arithmetic(architecture, work, H200))) == pytest.approx(floor_s, rel=0.05)
+
+
+def test_forward_and_backward_apart(monkeypatch):
     """The trial's own figures: benchmarks/results/2026-11-15-h200/second/table.txt."""
-    large = arithmetic(QWEN3_14B, Work(4, 4096, 40), H200)
+    monkeypatch.setattr(speed, "ROWS_EFFICIENCY", speed.FLASH_EFFICIENCY)
+    large = arithmetic(QWEN3_14B, Work(4, 4096, "full"), H200)
     assert large.forward_s == pytest.approx(1.087, rel=0.07)
     assert large.backward_s + large.recompute_s == pytest.approx(2.711, rel=0.07)
 
@@ -39,16 +58,18 @@ def test_model_flops_are_those_of_the_bench():
 
 
 def test_recompute_costs_a_forward_of_its_layers():
-    none, half, full = (arithmetic(LLAMA_8B, Work(1, 4096, n), H200) for n in (0, 16, 32))
+    words = ("none", "selected:16", "selected", "full:16", "full")
+    none, half, selected, mixed, full = (arithmetic(LLAMA_8B, Work(1, 4096, word), H200) for word in words)
     assert none.recompute_s == 0
-    assert full.recompute_s == pytest.approx(2 * half.recompute_s)
+    assert selected.recompute_s == pytest.approx(2 * half.recompute_s)
+    assert mixed.recompute_s == pytest.approx((selected.recompute_s + full.recompute_s) / 2)
     assert full.recompute_s < full.forward_s
     assert full.forward_s == none.forward_s
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_a_faster_machine_is_faster(name):
-    work = Work(1, 4096, 4)
+    work = Work(1, 4096, "selected")
     slow = replace(H200, matrix_flops_per_s=H200.matrix_flops_per_s / 2)
     assert sum(astuple(arithmetic(ARCHITECTURES[name], work, slow))) > sum(
         astuple(arithmetic(ARCHITECTURES[name], work, H200))

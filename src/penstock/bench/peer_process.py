@@ -75,7 +75,7 @@ def _model(recipe: Recipe, device: torch.device) -> PreTrainedModel:
     recipe = dataclasses.replace(recipe, dtype="bf16")
     model = load_model(recipe, load_config(recipe), device, lambda text: print(text, file=sys.stderr))
     model.config.use_cache = False
-    if recipe.recompute not in ("none", 0):
+    if recipe.recompute != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     return model

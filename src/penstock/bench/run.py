@@ -26,12 +26,14 @@ from penstock.bench.rows import Memory, Results, Row, table
 from penstock.data.loader import MicroBatch
 from penstock.engine.native import NativeEngine, PackedModel, drop_gradient, full_batch
 from penstock.errors import DoesNotFit, RecipeError, UserError
-from penstock.hardware import describe, pick_device, pick_dtype
+from penstock.hardware import describe, pick_compile, pick_device, pick_dtype
 from penstock.model.flops import flops_per_token
 from penstock.model.load import load_config, load_model
 from penstock.offload.ceilings import Ceilings, measure_ceilings
 from penstock.offload.lanes import Span
 from penstock.offload.timing import median_seconds
+from penstock.plan.report import with_recompute
+from penstock.probe import this_machine
 from penstock.recipe import Recipe
 
 Say = Callable[[str], None]
@@ -66,7 +68,10 @@ class Report:
 def bench(recipe: Recipe, asked: Asked, *, to: str, say: Say) -> Report:
     """Ceilings, the floor, our step in every variant, then peers. Each row is on disk as soon as it is known."""
     device = pick_device(recipe.device)
-    recipe = dataclasses.replace(recipe, init="random", dtype=pick_dtype(recipe.dtype, device))
+    dtype, compiled = pick_dtype(recipe.dtype, device), pick_compile(recipe, device)
+    recipe = dataclasses.replace(recipe, init="random", dtype=dtype, compile=compiled)
+    if recipe.recompute == "auto":
+        recipe = with_recompute(recipe, this_machine(remeasure=False, say=say) if device.type == "cuda" else None)
     wanted = variants(recipe, asked.modes, asked.updates, asked.formats)
     results = Results(Path(to) if to else default_directory(device))
     say(f"measuring what {describe(device)} can do")
@@ -162,7 +167,7 @@ class Case:
             "batch": recipe.batch_size,
             "seq": recipe.max_length,
             "micro_batch": recipe.rows_at_once,
-            "recompute": str(recipe.recompute),
+            "recompute": recipe.recompute,
             "compiled": recipe.compile,
             "floor_s": self.floor_s,
             "exposed_s": step_s - self.floor_s if step_s and self.floor_s else None,
@@ -288,7 +293,7 @@ def peer_row(case: Case, peer: Peer, asked: Asked, directory: Path) -> Row:
         mode=peer.mode,
         states=STATES[peer.name],
         clip=CLIPS[peer.name] and bool(case.recipe.max_grad_norm),
-        recompute="none" if case.recipe.recompute in ("none", 0) else "full",  # Hugging Face has nothing between
+        recompute="none" if case.recipe.recompute == "none" else "full",  # Hugging Face has nothing between
         gpu_bytes=result.gpu_bytes,
         host_bytes=result.host_bytes,
         versions=result.versions or _versions(),

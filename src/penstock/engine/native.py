@@ -18,16 +18,17 @@ from penstock.data.loader import MicroBatch
 from penstock.engine import Held, StepResult, UnitState
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import DoesNotFit
+from penstock.hardware import pick_compile
 from penstock.model.attention import Segments, use_attention
 from penstock.model.compiled import set_compile
 from penstock.model.loss import call_as, check_logits, packed_loss
-from penstock.model.recompute import dials, set_recompute
+from penstock.model.recompute import set_recompute
 from penstock.model.units import find_units
-from penstock.offload.lanes import Span, early
+from penstock.offload.lanes import Span, to_device
 from penstock.offload.optimizer import OffloadAdamW
 from penstock.offload.shards import local
 from penstock.offload.state import SavedTensor, state_tensors, weight_tensors
-from penstock.recipe import Recipe, parse_homes
+from penstock.recipe import Recipe, dials, parse_homes
 
 
 class PackedModel:
@@ -39,14 +40,14 @@ class PackedModel:
         self.device = next(model.parameters()).device
         use_attention(model, recipe.attention)
         check_logits(model, self.units)
-        layers = self.units.layers
+        layers, compiled = self.units.layers, pick_compile(recipe, self.device)
         set_recompute(layers, dials("none", len(layers)))
-        set_recompute(layers, set_compile(layers, recipe.compile, say, dials(recipe.recompute, len(layers))))
+        set_recompute(layers, set_compile(layers, compiled, say, dials(recipe.recompute, len(layers))))
         model.train()
 
     def loss_sum(self, batch: MicroBatch) -> Tensor:
         """Sum of the losses of the trained tokens."""
-        with early(self.device) as made:
+        with to_device(self.device) as made:
             batch, segments = batch.to(self.device), Segments.of(batch.boundaries, self.device)
             made += [batch.input_ids, batch.position_ids, batch.target_index, batch.targets, segments.offsets]
 

@@ -10,8 +10,7 @@ On a GPU a compiled layer keeps for backward what matrix products and attention 
 the kernels that need it. That costs nothing and takes 0.6 of the memory: qwen3-14b, 4 x 4096 tokens on an H200, six
 layers, 0.499 s and 13.5 GB against 0.498 s and 20.2 GB as the compiler chooses by itself. Its own dial
 (`activation_memory_budget`) was rejected: at 0.5 it took 0.514 s and 11.5 GB; it does not know what attention costs.
-`recompute = selected` is compiled in as well: products that widen are then computed again, and nothing is that backward
-does not need, such as the layer's last product.
+Recompute is compiled in as well: what backward does not need, such as the layer's last product, is not computed again.
 
 Experts stay out of it. Compiled, the gradients of grouped products come in a layout whose kernel wants every expert's
 number of tokens to be a multiple of eight, and ends the process where it is not (torch 2.11).
@@ -32,7 +31,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.cache import cache_dir
-from penstock.model.recompute import Dial, keeping_narrow, keeping_products
+from penstock.model.recompute import keeping_narrow, keeping_products
+from penstock.recipe import Dial
 
 Say = Callable[[str], None]
 
@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 def set_compile(layers: Sequence[nn.Module], on: bool, say: Say, chosen: Sequence[Dial] = ()) -> list[Dial]:
     """Compile every layer at its first forward with gradients, or undo it. Returns what is left for `set_recompute`.
 
-    A compiled layer sees to `selected` by itself; one that the compiler does not see whole is computed again whole.
+    A compiled layer sees to it itself; of one that the compiler does not see whole, `selected` is all.
     """
     chosen = chosen or ["none"] * len(layers)
     for layer in layers:
@@ -61,8 +61,8 @@ def set_compile(layers: Sequence[nn.Module], on: bool, say: Say, chosen: Sequenc
         for experts in _experts(layer):
             experts.forward = torch.compiler.disable(experts.forward)
         whole = _in_one_piece(layer)
-        layer.forward = _Compiled(layer, attempt, whole=whole, selected=dial == "selected")
-        left.append(dial if dial != "selected" else "none" if whole else "full")
+        layer.forward = _Compiled(layer, attempt, dial if whole else None)
+        left.append("none" if whole or dial == "none" else "full")
     return left
 
 
@@ -78,18 +78,19 @@ class _Attempt:
 class _Compiled:
     """A forward that is compiled where gradients are wanted."""
 
-    def __init__(self, layer: nn.Module, attempt: _Attempt, *, whole: bool, selected: bool) -> None:
+    def __init__(self, layer: nn.Module, attempt: _Attempt, dial: Dial | None) -> None:
+        """`dial`: what is computed again, if the compiler sees the whole layer."""
         self.plain, self._attempt = layer.forward, attempt
         functools.update_wrapper(self, self.plain)  # transformers reads the signatures of forwards
         self._compiled = self._uncompiled = self.plain
-        if not whole:
+        if dial is None:
             self._compiled = torch.compile(self.plain)
         else:
             # The layer is an argument: bound to the function, each would be one of its own, and compiled for itself.
             forward = cast(MethodType, self.plain).__func__
-            self._compiled = functools.partial(torch.compile(_narrow if selected else _kept), forward, layer)
-            if selected:
-                self._uncompiled = functools.partial(_narrow, forward, layer)
+            self._compiled = functools.partial(torch.compile(_recomputed), dial, forward, layer)
+            if dial != "none":
+                self._uncompiled = functools.partial(_recomputed, dial, forward, layer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -123,9 +124,9 @@ def _experts(layer: nn.Module) -> list[nn.Module]:
     return [part for part in layer.modules() if any(p.ndim == 3 for p in part.parameters(recurse=False))]
 
 
-def _kept(forward: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, layer, *args, use_reentrant=False, context_fn=keeping_products, **kwargs)
-
-
-def _narrow(forward: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, layer, *args, use_reentrant=False, context_fn=keeping_narrow, **kwargs)
+def _recomputed(dial: Dial, forward: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if dial == "none":
+        return checkpoint(forward, layer, *args, use_reentrant=False, context_fn=keeping_products, **kwargs)
+    if dial == "selected":
+        return checkpoint(forward, layer, *args, use_reentrant=False, context_fn=keeping_narrow, **kwargs)
+    return checkpoint(forward, layer, *args, use_reentrant=False, **kwargs)

@@ -26,7 +26,7 @@ from penstock.errors import ModelError
 from penstock.model.attention import Segments, attention_inputs
 from penstock.model.units import Head, Units
 
-_CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**28}
+_CHUNK_BYTES = {"cuda": 2**29, "cpu": 2**28}
 """fp32 logits of one chunk. The sum of the weight's gradient is read and written once a chunk, 2.1 GB in fp32 for
 Llama-8B, so chunks must not be small: on an H200, 16,384 tokens take 0.106 s in chunks of 2,048 (488 TFLOP/s, 4.9 GB at
 the peak, as fast as plain cross-entropy with all logits), and took 0.202 s in chunks of 512."""

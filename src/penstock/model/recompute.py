@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # registers its operation
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from penstock.errors import RecipeError
+from penstock.recipe import Dial
 
 _aten = torch.ops.aten
 _MATRIX = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
@@ -37,19 +37,6 @@ PRODUCTS = _MATRIX | _ATTENTION | {_aten._grouped_mm.default}
 """Matrix products and attention: nearly all the time of a layer, and half of what it keeps."""
 WIDENS = 2
 """A product whose result is more than so many times as wide as what went in is computed again by `selected`."""
-
-Dial = Literal["none", "selected", "full"]
-
-
-def dials(choice: Dial | int, num_layers: int) -> list[Dial]:
-    """What is computed again of every layer: `selected` of the first N, or the same of all."""
-    if isinstance(choice, str):
-        return [choice] * num_layers
-    if choice > num_layers:
-        raise RecipeError(
-            f"the model has {num_layers} layers", where=f"recompute = {choice}", remedy="Use selected or full for all."
-        )
-    return ["selected" if number < choice else "none" for number in range(num_layers)]
 
 
 def set_recompute(layers: Sequence[nn.Module], chosen: Sequence[Dial]) -> None:

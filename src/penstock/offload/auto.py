@@ -8,7 +8,7 @@ import torch
 
 from penstock.errors import DoesNotFit
 from penstock.hardware import available_host_bytes, describe
-from penstock.layout import BLOCK, DEFAULT_CHUNK, GPU_RESERVE, HOST_RESERVE, NUM_SLOTS, chunk_for
+from penstock.layout import BLOCK, DEFAULT_CHUNK, GPU_RESERVE, HOST_RESERVE, STAGING, chunk_for
 from penstock.offload.formats import FORMATS, StateFormat
 from penstock.offload.rates import measure_rates
 from penstock.plan.place import Need, Placement, Room, place
@@ -68,14 +68,13 @@ def choose_homes(
     if room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes:
         return Placement(need.num_params, 0, 0, 0.0), DEFAULT_CHUNK
     rates = measure_rates(device, cores, states)
-    chunk_size = chunk_for(rates.link_bytes_per_s, need.state_bytes)
-    room = Room(room.gpu_bytes - NUM_SLOTS * chunk_size * need.state_bytes, room.host_bytes)
+    room = Room(room.gpu_bytes - STAGING * need.state_bytes, room.host_bytes)
     placement = place(need, room, rates)
     if placement is None:
         smaller = smaller_formats(need, states)
         remedy = f"Try {smaller}--recompute full, or a smaller --micro-batch-size."
         raise DoesNotFit(_shortage(need, room), where=describe(device), remedy=remedy)
-    return placement, chunk_size
+    return placement, chunk_for(rates.link_bytes_per_s, need.state_bytes)
 
 
 def smaller_formats(need: Need, states: StateFormat) -> str:

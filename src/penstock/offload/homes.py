@@ -154,7 +154,6 @@ class StreamHome:
         tape: Tape,
         *,
         cores: Sequence[int],
-        arriving: Lane,
         most_waiting: int = 0,
     ) -> None:
         self._arena = Arena(sum(padded(c.state_bytes) for c in chunks), pinned=device.type == "cuda", cores=cores)
@@ -163,7 +162,7 @@ class StreamHome:
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
         self._free = [main_mark(device)] * NUM_SLOTS
         self._home_again: dict[Chunk, Mark] = {}  # after which a chunk's state is back from its last update
-        self._in, self._out = Lane("in", device, tape, behind=arriving), Lane("out", device, tape)
+        self._in, self._out = Lane("in", device, tape, to_device=True), Lane("out", device, tape)
         self._lane = Lane("update", device, tape, urgent=True)
         self._turn = 0
         self._order = ThreadPoolExecutor(1, "penstock-stream")
@@ -236,15 +235,13 @@ class HostHome:
 
     name = "host"
 
-    def __init__(
-        self, chunks: Sequence[Chunk], device: torch.device, tape: Tape, *, cores: Sequence[int], arriving: Lane
-    ) -> None:
+    def __init__(self, chunks: Sequence[Chunk], device: torch.device, tape: Tape, *, cores: Sequence[int]) -> None:
         self._device, self._mirrored, self._tape = device, device.type == "cuda", tape
         itemsize = {c: c.dtype.itemsize if self._mirrored else 0 for c in chunks}
         total = sum(padded(c.state_bytes) + 2 * padded(c.size * itemsize[c]) for c in chunks)
         self._arena = Arena(total, pinned=self._mirrored, cores=cores)
         self._copies = {c: self._place(c) for c in chunks}
-        self._down, self._up = Lane("down", device, tape), Lane("up", device, tape, behind=arriving)
+        self._down, self._up = Lane("down", device, tape), Lane("up", device, tape, to_device=True)
         self._arrived: dict[Chunk, Mark] = {}
         self._pool = Pool(cores)
         self._order = ThreadPoolExecutor(1, "penstock-host")  # takes chunks in the order given, one after another

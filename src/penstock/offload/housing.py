@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penstock.layout import STREAM_QUEUE, HomeName
 from penstock.offload.formats import StateFormat
 from penstock.offload.homes import Chunk, Home, HostHome, ResidentHome, StreamHome
-from penstock.offload.lanes import Lane, Tape
+from penstock.offload.lanes import Tape
 from penstock.offload.shards import local, local_start
 from penstock.plan.deal import deal
 
@@ -36,13 +36,10 @@ class Housing:
         device = parameters[0].device
         dealt = deal([self._cut(index, chunk_size) for index in order], shares)
         most_waiting = STREAM_QUEUE if in_backward else 0
-        # One queue for everything that goes to the device. From two, the copy engine takes what lies in the one that is
-        # never empty: weights of `host` came only when the last streamed chunk was in (0.7 s of qwen3-14b's forward).
-        arriving = Lane("in", device, tape)
         homes: dict[HomeName, Callable[[list[Chunk]], Home]] = {
             "gpu": lambda c: ResidentHome(c, device, tape),
-            "stream": lambda c: StreamHome(c, device, tape, cores=near, arriving=arriving, most_waiting=most_waiting),
-            "host": lambda c: HostHome(c, device, tape, cores=cores, arriving=arriving),
+            "stream": lambda c: StreamHome(c, device, tape, cores=near, most_waiting=most_waiting),
+            "host": lambda c: HostHome(c, device, tape, cores=cores),
         }
         self.homes = [(homes[name](chunks), chunks) for name, chunks in dealt.items() if chunks]
         self.home_of = {chunk: home for home, chunks in self.homes for chunk in chunks}

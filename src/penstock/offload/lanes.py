@@ -6,8 +6,8 @@ in the order in which it is given, so every schedule can be tested on a CPU.
 The copy engine of a direction serves one stream as long as it has work, and streamed state always has: any other copy,
 however small, waits until the last chunk is through (0.7 s a step of qwen3-14b on an H200). So nothing that the model
 waits for is copied on the model's stream while state streams: numbers go in as arguments of kernels (`norm.py`), what
-the host reads leaves on a stream of its own (`ToHost`), the batch comes before (`early`), weights from `host` are in
-one queue with the state (`housing.py`).
+the host reads leaves on a stream of its own (`ToHost`), and everything large that goes to the device, streamed state,
+weights from `host` and the next batch, is in one queue, where a copy waits only for those that were there before it.
 """
 
 from __future__ import annotations
@@ -140,16 +140,16 @@ class ToHost:
 
 
 class Lane:
-    """One ordered queue of work; or, with `behind`, another name for what is put into that lane's queue."""
+    """One ordered queue of work; `to_device`, that of all copies to the device, under a name of its own."""
 
     def __init__(
-        self, name: LaneName, device: torch.device, tape: Tape, *, urgent: bool = False, behind: Lane | None = None
+        self, name: LaneName, device: torch.device, tape: Tape, *, urgent: bool = False, to_device: bool = False
     ) -> None:
         self.name, self._tape = name, tape
-        priority = -1 if urgent else 0
-        self._stream: torch.cuda.Stream | None = behind._stream if behind else None
-        if device.type == "cuda" and not behind:
-            self._stream = torch.cuda.Stream(device, priority=priority)
+        self._stream: torch.cuda.Stream | None = None
+        self._last: Mark | None = None
+        if device.type == "cuda":
+            self._stream = _side(device, "to device") if to_device else torch.cuda.Stream(device, -1 if urgent else 0)
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -163,7 +163,9 @@ class Lane:
 
     def wait(self, mark: Mark) -> None:
         """Nothing enqueued from now on starts before `mark`."""
-        mark.hold(self._stream)
+        if mark is not self._last:  # a queue holds about a thousand things, then the host waits
+            mark.hold(self._stream)
+            self._last = mark
 
     def uses(self, tensor: Tensor) -> None:
         """Keep the allocator from handing out `tensor`'s memory while this lane still works with it."""
@@ -183,13 +185,13 @@ def main_waits(device: torch.device, mark: Mark) -> None:
 
 
 @contextmanager
-def early(device: torch.device) -> Iterator[list[Tensor]]:
-    """Copies to the device made inside do not wait for the model's work, which waits for them. List what was made."""
+def to_device(device: torch.device) -> Iterator[list[Tensor]]:
+    """What is copied inside is in the queue of such copies, and the model waits for it. List what was made."""
     made: list[Tensor] = []
     if device.type != "cuda":
         yield made
         return
-    main, side = torch.cuda.current_stream(device), _side(device, "early")
+    main, side = torch.cuda.current_stream(device), _side(device, "to device")
     with torch.cuda.stream(side):
         yield made
     main.wait_stream(side)

@@ -3,8 +3,9 @@
 Pure arithmetic over an architecture. Activations are counted tensor by tensor, as autograd keeps them for transformers'
 own layers (not compiled) under our loss; a test counts the tensors that autograd really saves, and compares. Measured
 on the H200 (benchmarks/results/2026-11-15-h200/rows.jsonl): qwen3-14b, 4 x 4096, full recompute, 13.59 GB (here 13.5)
-and 33.6 GB with every gradient kept (33.6); llama-8b, 1 x 4096, no recompute, 31.33 GB (31.3). Products only: 1.88 GB a
-layer of qwen3-14b, 4 x 4096 (1.89).
+and 33.6 GB with every gradient kept (33.6); llama-8b, 1 x 4096, no recompute, 31.33 GB (31.3). Compiled, qwen3-14b, 4 x
+4096: 1.88 GB a layer (1.89); 36.4 GB with `selected` (36.4), 66.1 GB with `selected:14` (66.1). The logits of a chunk
+were twice as large in these.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from dataclasses import dataclass
 
 from penstock.layout import layer_parameters
 from penstock.presets import Architecture
+from penstock.recipe import Dial, dials
 
 CONTEXT_BYTES = 1.3e9
 """What the driver, cuBLAS and loaded kernels take outside of torch's allocator: 150.75 GB of the H200 less what
 `mem_get_info` left for state in the runs of 2026-11-15-h200."""
 PROCESS_BYTES, CPU_PROCESS_BYTES = 1.8e9, 0.5e9
 """Host memory of a process before any state: 1.80 GB with CUDA (rows.jsonl, floors), 0.5 without (the demo)."""
-LOGITS_BYTES = 2**30
+LOGITS_BYTES = 2**29
 """fp32 logits of one chunk of the loss (`model/loss.py`)."""
 
 
@@ -29,17 +31,24 @@ class Work:
 
     rows: int
     length: int
-    recompute: int
-    """Layers, counted from the first, whose activations are computed again."""
+    recompute: str
+    """As in a recipe, but for `auto`."""
     attention: str = "varlen"
     dtype_bytes: int = 2
-    products_only: bool = False
-    """Of the other layers, only products and attention are kept."""
+    compiled: bool = False
+    """Layers are compiled, and then keep no more than products and attention; those with experts are not."""
 
     @property
     def tokens(self) -> int:
         """In full rows."""
         return self.rows * self.length
+
+    def dials(self, a: Architecture) -> list[Dial]:
+        """What is computed again of every layer, from the first on."""
+        chosen = dials(self.recompute, a.layers)
+        if self.compiled and a.experts:  # the compiler does not see such a layer whole
+            return ["none" if dial == "none" else "full" for dial in chosen]
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -50,14 +59,18 @@ class Passing:
     kept_bytes: float
 
 
-def saved_in_layer(a: Architecture, work: Work) -> float:
-    """Bytes that autograd keeps of one layer that is not recomputed."""
+def saved_in_layer(a: Architecture, work: Work, dial: Dial = "none") -> float:
+    """Bytes that autograd keeps of one layer from forward to backward."""
     b, h = work.dtype_bytes, a.hidden
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    if work.products_only:
-        pairs = a.experts_per_token if a.experts else 1
-        inside = pairs * (2 * a.moe_intermediate + h) + a.experts if a.experts else 2 * a.intermediate
-        return float(work.tokens * (b * (2 * h + 2 * q + 2 * kv + inside) + 4 * a.heads))
+    compiled = work.compiled and not a.experts
+    if dial == "full":
+        return float(work.tokens * b * h)
+    if dial == "selected":  # what went in, products that do not widen, attention; compiled, not the last product
+        rest = a.experts if a.experts else 0 if compiled else h
+        return float(work.tokens * (b * (2 * h + 2 * q + 2 * kv + rest) + 4 * a.heads))
+    if compiled:
+        return float(work.tokens * (b * (2 * h + 2 * q + 2 * kv + 2 * a.intermediate) + 4 * a.heads))
     normalized = 4 if a.model_type == "gpt_oss" else b  # which scales it before it rounds
     norms = 2 * (4 + normalized + b) * h  # the fp32 copy of the input, the normalized one, and the output
     heads = (4 + b) * (q + kv) if a.qk_norm else 0
@@ -75,8 +88,9 @@ def saved_in_layer(a: Architecture, work: Work) -> float:
 def passing(a: Architecture, work: Work, gpus: int = 1) -> Passing:
     """Walk through forward, the loss and backward, and take the highest point. Of a gradient each GPU keeps a share."""
     b, h, tokens = work.dtype_bytes, a.hidden, work.tokens
-    whole, entry = saved_in_layer(a, work), float(b * h * tokens)
-    held = [entry if number < work.recompute else whole for number in range(a.layers)]
+    whole, chosen = saved_in_layer(a, work), work.dials(a)
+    by_dial = {dial: saved_in_layer(a, work, dial) for dial in set(chosen)}
+    held = [by_dial[dial] for dial in chosen]
     layer_gradients = float(b * sum(p.size for p in layer_parameters(a)))
     inner = a.experts_per_token * a.moe_intermediate if a.experts else a.intermediate
     passing_through = float(tokens * 2 * b * (inner + h))  # gradients of activations at the widest point of the MLP
@@ -91,7 +105,7 @@ def passing(a: Architecture, work: Work, gpus: int = 1) -> Passing:
     below = sum(held)
     for number in reversed(range(a.layers)):
         below -= held[number]
-        own = whole + (entry if number < work.recompute else 0.0)
+        own = whole + (by_dial["full"] if chosen[number] == "full" else 0.0)
         now = below + own + max(passing_through, layer_gradients - whole)
         dropped = max(dropped, now)
         kept = max(kept, now + gradients)

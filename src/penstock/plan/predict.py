@@ -17,6 +17,7 @@ from penstock.layout import (
     GPU_RESERVE,
     HOST_RESERVE,
     NUM_SLOTS,
+    STAGING,
     STREAM_QUEUE,
     Buffer,
     HomeName,
@@ -62,8 +63,7 @@ class Job:
     attention: str = "varlen"
     dtype_bytes: int = 2
     keep: int = 2
-    products_only: bool = False
-    """Layers that are not recomputed keep products and attention only: `selected`, and compiled layers."""
+    compiled: bool = False
 
     @property
     def schedule(self) -> str:
@@ -85,8 +85,8 @@ class Settings:
     states: str
     micro_batch: int
     """Rows at once on one GPU."""
-    recompute: int
-    """Layers."""
+    recompute: str
+    """As in a recipe, but for `auto`."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     rows = -(-job.batch_size // gpus)
     micro = min(settings.micro_batch, rows)
     num_micro = -(-rows // micro)
-    work = Work(micro, job.length, settings.recompute, job.attention, b, job.products_only)
+    work = Work(micro, job.length, settings.recompute, job.attention, b, job.compiled)
     step = speed.arithmetic(a, replace(work, rows=rows), machine)
     one = speed.arithmetic(a, work, machine)
     taken = passing(a, work, gpus)
@@ -270,8 +270,7 @@ def _placement(job: Job, need: Need, room: Room, rates: Rates, states: str) -> P
     resident = room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes
     if not job.overlap:
         return _fixed({"host": 1.0}, need, room, rates, overlap=False)
-    chunk = min(_chunk(job, rates.link_bytes_per_s, states), need.num_params)
-    staging = NUM_SLOTS * state_bytes(chunk, states, job.dtype_bytes)
+    staging = state_bytes(min(STAGING, NUM_SLOTS * need.num_params), states, job.dtype_bytes)
     smaller = Room(room.gpu_bytes - staging, room.host_bytes)
     if job.homes:
         return _fixed(dict(job.homes), need, smaller if dict(job.homes).get("stream") else room, rates, overlap=True)

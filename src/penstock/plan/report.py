@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,7 @@ from penstock.machines import MACHINES, Machine
 from penstock.plan.architecture import architecture_of
 from penstock.plan.outlook import RunLength, run_length
 from penstock.plan.predict import Job, Plan, Settings, largest_parts, predict
-from penstock.plan.solve import EVERYTHING, Alternative, alternatives, cheapest_change, flags_between, solve
+from penstock.plan.solve import EVERYTHING, Alternative, Free, alternatives, cheapest_change, flags_between, solve
 from penstock.presets import ARCHITECTURES, PRESETS
 from penstock.recipe import Recipe, parse_homes
 
@@ -40,7 +40,7 @@ class Report:
     """What the solver changed in the recipe, if it was free to."""
 
 
-def job_of(recipe: Recipe, dtype_bytes: int = 2) -> Job:
+def job_of(recipe: Recipe, dtype_bytes: int = 2, *, gpu: bool = True) -> Job:
     """What a recipe asks for, settings aside."""
     homes = parse_homes(recipe.homes)
     shares = {homes: 1.0} if isinstance(homes, str) else homes or {}
@@ -56,15 +56,31 @@ def job_of(recipe: Recipe, dtype_bytes: int = 2) -> Job:
         attention="varlen" if recipe.attention == "auto" else recipe.attention,
         dtype_bytes=dtype_bytes,
         keep=recipe.keep,
-        products_only=recipe.compile or recipe.recompute == "selected",
+        compiled=recipe.compile and gpu and dtype_bytes == 2,
     )
 
 
-def settings_of(recipe: Recipe, layers: int, gpus: int) -> Settings:
-    """What a recipe asks for of that which the solver may choose. Rows are those of one GPU."""
-    words = {"full": layers, "selected": 0, "none": 0}
-    recompute = words[recipe.recompute] if isinstance(recipe.recompute, str) else min(recipe.recompute, layers)
-    return Settings(recipe.states, max(1, -(-recipe.rows_at_once // gpus)), recompute)
+def with_recompute(recipe: Recipe, machine: Machine | None, gpus: int = 1) -> Recipe:
+    """The recipe with a word for `recompute = auto`: the fastest that fits; of what is not known, `full`."""
+    if recipe.recompute != "auto":
+        return recipe
+    if machine is None or not machine.has_gpu:
+        return replace(recipe, recompute="none")
+    try:
+        plan = solve(_job(recipe, machine), machine, gpus, Free(recipe.states, _rows_at_once(recipe, gpus)))
+    except RecipeError:  # a model that the plan does not know
+        plan = None
+    return replace(recipe, recompute=plan.settings.recompute if plan else "full")
+
+
+def _rows_at_once(recipe: Recipe, gpus: int) -> int:
+    """On one GPU."""
+    return max(1, -(-recipe.rows_at_once // gpus))
+
+
+def _job(recipe: Recipe, machine: Machine) -> Job:
+    wide = recipe.dtype == "fp32" or (recipe.dtype == "auto" and not machine.has_gpu)
+    return job_of(recipe, 4 if wide else 2, gpu=machine.has_gpu)
 
 
 def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
@@ -75,8 +91,9 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
             where=f"--gpus {gpus}",
             remedy=f"Use --batch-size {gpus}, or fewer GPUs.",
         )
-    job = job_of(recipe, 4 if recipe.dtype == "fp32" or (recipe.dtype == "auto" and not machine.has_gpu) else 2)
-    return predict(job, settings_of(recipe, job.architecture.layers, gpus), machine, gpus)
+    recipe = with_recompute(recipe, machine, gpus)
+    settings = Settings(recipe.states, _rows_at_once(recipe, gpus), recipe.recompute)
+    return predict(_job(recipe, machine), settings, machine, gpus)
 
 
 def make_report(recipe: Recipe, machine: Machine, gpus: int = 1, *, best: bool = False) -> Report:
@@ -94,15 +111,11 @@ def make_report(recipe: Recipe, machine: Machine, gpus: int = 1, *, best: bool =
 
 def headline(plan: Plan) -> str:
     """What was planned, in one line."""
-    a, settings = plan.job.architecture, plan.settings
-    recompute = {0: "no recompute", a.layers: f"recompute of all {a.layers} layers"}
+    settings = plan.settings
+    recompute = "no recompute" if settings.recompute == "none" else f"recompute {settings.recompute}"
     exact = "exact fp32 state" if settings.states == "fp32" else f"{settings.states} moments"
     clip = "clipped" if plan.job.clip else "not clipped"
-    return (
-        f"{exact}, {_rows(settings.micro_batch)} at once, "
-        f"{recompute.get(settings.recompute, f'recompute of {settings.recompute} of {a.layers} layers')}, "
-        f"updates {plan.job.schedule} ({clip})"
-    )
+    return f"{exact}, {_rows(settings.micro_batch)} at once, {recompute}, updates {plan.job.schedule} ({clip})"
 
 
 def _rows(count: int) -> str:
@@ -316,9 +329,8 @@ def matrix_lines(machine: Machine, cells: Sequence[Cell]) -> list[str]:
 def _cell(plan: Plan | None) -> str:
     if plan is None:
         return "does not fit"
-    layers, settings = plan.job.architecture.layers, plan.settings
-    recompute = {0: "none", layers: "full"}.get(settings.recompute, f"{settings.recompute}/{layers}")
-    return f"{settings.states} {plan.tokens_per_s:,.0f} {recompute} {settings.micro_batch}"
+    settings = plan.settings
+    return f"{settings.states} {plan.tokens_per_s:,.0f} {settings.recompute} {settings.micro_batch}"
 
 
 def _fewer(cells: Sequence[Cell]) -> list[str]:

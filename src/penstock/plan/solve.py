@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from penstock.layout import STATE_FORMATS
 from penstock.machines import Machine
@@ -22,7 +23,7 @@ class Free:
 
     states: str | None = None
     micro_batch: int | None = None
-    recompute: int | None = None
+    recompute: str | None = None
 
 
 EVERYTHING = Free()
@@ -35,9 +36,16 @@ def settings_of(job: Job, free: Free, gpus: int) -> Iterable[Settings]:
     halves = sorted({max(1, rows >> shift) for shift in range(rows.bit_length())}, reverse=True)
     for states in (free.states,) if free.states else STATE_FORMATS:
         for micro in (min(free.micro_batch, rows),) if free.micro_batch else halves:
-            parts = sorted({0, layers // 4, layers // 2, 3 * layers // 4, layers})
-            for recompute in (free.recompute,) if free.recompute is not None else parts:
+            for recompute in (free.recompute,) if free.recompute is not None else _recomputes(layers):
                 yield Settings(states, micro, recompute)
+
+
+@cache
+def _recomputes(layers: int) -> tuple[str, ...]:
+    """From most memory to least."""
+    parts = sorted({layers * eighths // 8 for eighths in range(1, 8)} - {0})
+    some = [f"{word}:{count}" for word in ("selected", "full") for count in parts]
+    return ("none", *some[: len(parts)], "selected", *some[len(parts) :], "full")
 
 
 def plans(job: Job, machine: Machine, gpus: int, free: Free = EVERYTHING) -> list[Plan]:
@@ -46,9 +54,10 @@ def plans(job: Job, machine: Machine, gpus: int, free: Free = EVERYTHING) -> lis
     return sorted((plan for plan in found if plan.fits), key=_order)
 
 
-def _order(plan: Plan) -> tuple[int, float, int, int]:
-    settings = plan.settings
-    return STATE_FORMATS.index(settings.states), plan.seconds.step, settings.recompute, -settings.micro_batch
+def _order(plan: Plan) -> tuple[int, float, float]:
+    """Of equals the one that moves less comes first, and of these the one that recomputes less."""
+    moved = plan.placement.stream + plan.placement.host
+    return STATE_FORMATS.index(plan.settings.states), plan.seconds.step, moved
 
 
 def solve(job: Job, machine: Machine, gpus: int = 1, free: Free = EVERYTHING) -> Plan | None:
@@ -67,14 +76,13 @@ class Alternative:
 
 def flags_between(old: Plan, new: Plan) -> tuple[str, ...]:
     """The flags that lead from one to the other."""
-    layers, found = new.job.architecture.layers, []
+    found = []
     if new.settings.states != old.settings.states:
         found.append(f"--states {new.settings.states}")
     if min(new.settings.micro_batch, new.rows) != min(old.settings.micro_batch, new.rows):
         found.append(f"--micro-batch-size {new.settings.micro_batch * new.gpus}")
     if new.settings.recompute != old.settings.recompute:
-        name = {0: "none", layers: "full"}.get(new.settings.recompute, str(new.settings.recompute))
-        found.append(f"--recompute {name}")
+        found.append(f"--recompute {new.settings.recompute}")
     if old.job.clip and not new.job.clip:
         found.append("--max-grad-norm 0")
     if new.job.homes != old.job.homes:

@@ -1,34 +1,38 @@
 """Seconds of a step by phase, from the machine's rates and the model's arithmetic.
 
-Three things take time in a layer that is not compiled: matrix products, attention, and everything between them, which
-only moves memory. Each has one constant, fitted to four figures measured on the H200: forward and backward of llama-8b
-(1 x 4096, no recompute) and of qwen3-14b (4 x 4096, full recompute), floors 1.71 s and 3.87 s a step at 784 TFLOP/s
-(benchmarks/results/2026-11-15-h200/rows.jsonl). The fit is within 5 % of each. One efficiency for everything was
-rejected: the two models differ by a fifth in it, and the share of recompute would be wrong.
+Three things take time in a layer: matrix products, attention, and everything between them, which only moves memory.
+Each has one constant, fitted to figures measured on the H200 at 784 TFLOP/s (benchmarks/results/2026-11-15-h200).
+Layers as transformers writes them, with flash attention: forward and backward of llama-8b (1 x 4096, no recompute) and
+of qwen3-14b (4 x 4096, full recompute), floors 1.71 s and 3.87 s a step. Compiled, with attention by rows: llama-8b
+1.39 s; qwen3-14b 2.56 s (`selected:14`) and 2.79 s (`selected`); phi-4 2.60 s and 2.83 s. The fit is within 5 %.
+One efficiency for everything was rejected: models differ by a fifth in it, and the share of recompute would be wrong.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.layout import layer_parameters
 from penstock.machines import Machine
 from penstock.plan.memory import Work, saved_in_layer
 from penstock.presets import Architecture
 
-MATRIX_EFFICIENCY = 0.90
+MATRIX_EFFICIENCY = 0.84
 """Of the rate of one large product."""
 EXPERT_EFFICIENCY = 0.55
 """Of the same, for grouped products of experts: from 2.18 s of qwen3-30b-a3b on the H200, as Hugging Face runs it."""
-ATTENTION_EFFICIENCY = 0.30
-"""Of the same, for the causal half of attention; backward has 2.5 times the arithmetic."""
-FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 6.0, 8.5
+FLASH_EFFICIENCY, ROWS_EFFICIENCY = 0.30, 0.65
+"""Of the same, for the causal half of attention, over segments of any length and over whole rows (attention.jsonl);
+backward has 2.5 times the arithmetic."""
+FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 4.0, 6.0
 """Memory traffic of everything that is no product, in multiples of what autograd saves of the layer."""
+COMPILED_FORWARD, COMPILED_BACKWARD = 3.5, 7.0
+"""The same of compiled layers, in multiples of what they save."""
 UPDATE_OVERHEAD = 1.67
 """The update's kernel over its bare memory traffic, beside the model's own: 0.090 s for llama-8b (rows.jsonl)."""
-HIDING = 0.80
-"""Share of a forward, or of a backward, that really hides updates: 0.46 s exposed for qwen3-14b clipped where all of
-1.1 s would leave 0.2 (rows.jsonl). The first units wait for updates that have only just begun."""
+HIDING = 0.95
+"""Share of a forward, or of a backward, that really hides updates: 0.40 s exposed for qwen3-14b compiled and clipped,
+0.13 s not clipped (rows.jsonl)."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +48,45 @@ class Arithmetic:
 
 def arithmetic(a: Architecture, work: Work, machine: Machine) -> Arithmetic:
     """Seconds of a micro-batch on one GPU."""
-    rate = machine.matrix_flops_per_s
-    products = 2.0 * work.tokens * _weights_a_token(a) / (rate * MATRIX_EFFICIENCY)
+    rate, compiled = machine.matrix_flops_per_s, work.compiled and not a.experts
+    second = 2.0 * work.tokens / (rate * MATRIX_EFFICIENCY)  # of one weight
+    products = second * _weights_a_token(a)
     attention = 4.0 * work.tokens * _attended(a, work) * a.heads * a.head_dim / a.layers
-    attention /= rate * (ATTENTION_EFFICIENCY if work.attention != "eager" else ATTENTION_EFFICIENCY / 3)
-    traffic = saved_in_layer(a, replace(work, products_only=False)) / machine.device_memory_bytes_per_s
-    forward = products + attention + FORWARD_TRAFFIC * traffic
-    backward = 2 * products + 2.5 * attention + BACKWARD_TRAFFIC * traffic
-    head = 6.0 * work.tokens * a.vocab * a.hidden / (rate * MATRIX_EFFICIENCY)
-    return Arithmetic(a.layers * forward + head, a.layers * backward, work.recompute * forward)
+    attention /= rate * _attention_efficiency(a, work)
+    traffic = saved_in_layer(a, work) / machine.device_memory_bytes_per_s
+    there, back = (COMPILED_FORWARD, COMPILED_BACKWARD) if compiled else (FORWARD_TRAFFIC, BACKWARD_TRAFFIC)
+    forward = products + attention + there * traffic
+    backward = 2 * products + 2.5 * attention + back * traffic
+    head = 3 * second * a.vocab * a.hidden
+    down = second * a.hidden * a.intermediate if compiled else 0.0  # compiled, the last product is not repeated
+    again = {
+        "none": 0.0,
+        "selected": second * _widening(a) + (0.0 if compiled else there * traffic),
+        "full": forward - down,
+    }
+    recompute = sum(again[dial] for dial in work.dials(a))
+    return Arithmetic(a.layers * forward + head, a.layers * backward, recompute)
+
+
+def _attention_efficiency(a: Architecture, work: Work) -> float:
+    if work.attention == "eager":
+        return FLASH_EFFICIENCY / 3
+    return FLASH_EFFICIENCY if a.sinks or a.sliding_window else ROWS_EFFICIENCY
 
 
 def _weights_a_token(a: Architecture) -> float:
     """Weights of one layer that a token is multiplied with; products of experts count for as long as they take."""
-    parameters = layer_parameters(a)
-    shared = sum(p.size for p in parameters if not p.name.startswith("experts"))
-    experts = sum(p.size for p in parameters if p.name.startswith("experts"))
-    share = a.experts_per_token / a.experts if a.experts else 0.0
-    return shared + experts * share * MATRIX_EFFICIENCY / EXPERT_EFFICIENCY
+    return sum(p.size for p in layer_parameters(a) if not p.name.startswith("experts")) + _experts(a)
+
+
+def _experts(a: Architecture) -> float:
+    experts = sum(p.size for p in layer_parameters(a) if p.name.startswith("experts"))
+    return experts * a.experts_per_token / a.experts * MATRIX_EFFICIENCY / EXPERT_EFFICIENCY if a.experts else 0.0
+
+
+def _widening(a: Architecture) -> float:
+    """The same of products that `selected` computes again: the first of an MLP, or all of the experts."""
+    return _experts(a) if a.experts else 2.0 * a.hidden * a.intermediate
 
 
 def _attended(a: Architecture, work: Work) -> float:
