@@ -17,7 +17,8 @@ from penstock.recipe import FIELDS, Recipe, parse_homes, to_dict, with_values
         ("data_percent", 0.0), ("data_percent", 101.0), ("validation", 0.6), ("eval_every", -1), ("eval_every", 5),
         ("log_every", 0), ("skip_limit", 0), ("seed", -1), ("recompute", "8"), ("shape", "hidden_size=8"),
         ("name", " "), ("name", "a/b"), ("homes", "disk"), ("homes", "gpu=0.5,disk=0.5"), ("homes", "gpu=half"),
-        ("homes", "gpu=2"), ("homes", "gpu=0.2,gpu=0.8"), ("update", "in-backward"), ("cpu_adam_cores", 0.0), ("cpu_adam_cores", 1.5),
+        ("homes", "gpu=2"), ("homes", "gpu=0.2,gpu=0.8"), ("update", "in-backward"),
+        ("cpu_adam_cores", 0.0), ("cpu_adam_cores", 1.5),
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(field, value):

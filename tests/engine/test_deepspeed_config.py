@@ -124,7 +124,6 @@ def test_a_file_that_is_not_there():
         ({"bucket_size": 0}, "must be positive"),
         ({"homes": "stream"}, "offload_ratio"),
         ({"states": "int8"}, "fp32 moments"),
-        ({"compile": True}, "does not go with DeepSpeed"),
         ({"update": "in-backward", "max_grad_norm": 0.0}, "DeepSpeed chooses"),
         ({"save_every": 5}, "cannot save this run"),
         ({"save_every": 5, "mode": "zerooffload", "param_offload": "nvme", "nvme_path": "/disk"}, "cannot save"),
