@@ -7,12 +7,21 @@ import torch
 
 from penstock import hardware
 from penstock.errors import RecipeError
-from penstock.hardware import available_host_bytes, near_cores, parse_cores, pick_device, usable_cores
+from penstock.hardware import available_host_bytes, near_cores, parse_cores, pick_compile, pick_device, usable_cores
+from penstock.recipe import Recipe
 
 
 def test_the_device_follows_the_recipe():
     assert pick_device("cpu") == torch.device("cpu")
     assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_layers_are_compiled_on_a_gpu_by_our_own_engine():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert pick_compile(Recipe(), gpu)
+    assert not pick_compile(Recipe(), cpu)
+    assert not pick_compile(Recipe(compile=False), gpu)
+    assert not pick_compile(Recipe(engine="deepspeed"), gpu)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,7 @@ from penstock.plan.report import (
     matrix_lines,
     short,
     with_flags,
+    with_recompute,
     without_flags,
 )
 from penstock.presets import PRESETS
@@ -110,6 +112,18 @@ def test_flags_replace_what_was_said_before():
     changed = with_flags(words, ("--recompute full", "--states bf16"))
     assert changed == "penstock train x.yaml --json --recompute full --states bf16"
     assert without_flags(["a", "--betas", "0.9", "0.99", "--lr", "1"], ["--betas"]) == ["a", "--lr", "1"]
+
+
+def test_auto_recompute_is_what_the_solver_finds_for_the_rest_of_the_recipe():
+    recipe = PRESETS["qwen3-14b"]
+    chosen = with_recompute(recipe, H200).recompute
+    steps = {word: make_plan(replace(recipe, recompute=word), H200) for word in ("none", "selected", "full", chosen)}
+    fitting = {word: plan.seconds.step for word, plan in steps.items() if plan.fits}
+    assert min(fitting, key=lambda word: fitting[word]) == chosen
+    assert make_plan(recipe, H200).settings.recompute == chosen
+    assert with_recompute(replace(recipe, recompute="full:3"), H200).recompute == "full:3", "what is asked for stays"
+    assert with_recompute(recipe, None).recompute == "none", "on a CPU nothing is short"
+    assert with_recompute(replace(recipe, model="some/other-model"), H200).recompute == "full"
 
 
 def test_reality_is_compared_without_the_first_steps():

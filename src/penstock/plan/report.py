@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from penstock.errors import DoesNotFit, RecipeError
+from penstock.errors import DoesNotFit, RecipeError, UserError
 from penstock.layout import GPU_RESERVE, HOST_RESERVE
 from penstock.machines import MACHINES, Machine
 from penstock.plan.architecture import architecture_of
@@ -68,7 +68,7 @@ def with_recompute(recipe: Recipe, machine: Machine | None, gpus: int = 1) -> Re
         return replace(recipe, recompute="none")
     try:
         plan = solve(_job(recipe, machine), machine, gpus, Free(recipe.states, _rows_at_once(recipe, gpus)))
-    except RecipeError:  # a model that the plan does not know
+    except UserError:  # a model that the plan does not know
         plan = None
     return replace(recipe, recompute=plan.settings.recompute if plan else "full")
 
