@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -103,6 +104,7 @@ def test_rows_are_the_floor_and_each_variant(report):
     floor = report.rows[0].step_s
     assert all(row.floor_s == floor and 0 < row.step_s < 100 * floor for row in report.rows)
     assert {(row.batch, row.micro_batch, row.seq) for row in report.rows} == {(3, 2, 16)}
+    assert all(math.isfinite(row.loss) for row in report.rows[1:])
 
 
 def test_memory_is_told_by_place(report):
@@ -118,6 +120,16 @@ def test_without_micro_batches_in_backward_keeps_no_gradients(tmp_path):
     recipe = dataclasses.replace(TINY, micro_batch_size=0)
     found = bench(recipe, Asked(steps=1, updates=("in-backward",)), to=str(tmp_path), say=lambda _: None)
     assert found.rows[1].memory.gradients == 0
+
+
+def test_a_loss_that_is_not_finite_is_an_error(tmp_path, monkeypatch):
+    from penstock.bench import run
+
+    real = run._time_steps
+    for loss, error in ((2.5, ""), (float("nan"), "the loss is nan")):
+        monkeypatch.setattr(run, "_time_steps", lambda *args, loss=loss: (*real(*args)[:2], loss, []))
+        row = bench(TINY, Asked(steps=1, updates=("after-norm",)), to=str(tmp_path), say=lambda _: None).rows[1]
+        assert row.error == error
 
 
 def test_a_recipe_of_ours_that_fails_is_a_row_too(tmp_path, monkeypatch):

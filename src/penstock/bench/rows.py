@@ -75,6 +75,8 @@ class Row:
     memory: Memory | None = None
     lanes: dict[str, float] = dataclasses.field(default_factory=dict)
     """Busy seconds of a step by lane, and what was exposed."""
+    loss: float | None = None
+    """Of the last step, on tokens without meaning."""
     retries: int = 0
     """How often torch's allocator found no memory and waited for the device to get some back, in all steps."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -237,7 +238,7 @@ def _our_row(
     try:
         engine = NativeEngine(model, recipe, lambda text: say(f"  {text}"))
         before = _alloc_retries(case.device)
-        step_s, gradients, spans = _time_steps(engine, recipe, batches, steps)
+        step_s, gradients, loss, spans = _time_steps(engine, recipe, batches, steps)
         retries = _alloc_retries(case.device) - before
         if case.timeline is not None:
             _write_timeline(case.timeline, {"model": recipe.name, **asked, "compiled": recipe.compile}, spans)
@@ -252,8 +253,9 @@ def _our_row(
         )
         homes = engine.optimizer.describe()
         return case.row(
-            "penstock", step_s, **asked, homes=homes, memory=memory, lanes=busy_seconds(spans), retries=retries
-        )
+            "penstock", step_s, **asked, homes=homes, memory=memory, lanes=busy_seconds(spans), retries=retries,
+            loss=loss, error="" if math.isfinite(loss) else f"the loss is {loss}",
+        )  # fmt: skip
     except (UserError, torch.OutOfMemoryError) as error:
         text = "out of GPU memory" if isinstance(error, torch.OutOfMemoryError) else str(error).splitlines()[0]
         return case.row("penstock", None, **asked, error=text)
@@ -326,18 +328,18 @@ def _time_floor(packed: PackedModel, batches: list[MicroBatch], steps: int) -> f
 
 def _time_steps(
     engine: NativeEngine, recipe: Recipe, batches: list[MicroBatch], steps: int
-) -> tuple[float, int, list[Span]]:
-    """Seconds of a step, the most bytes of gradients that were there between its parts, and what two more steps did."""
+) -> tuple[float, int, float, list[Span]]:
+    """Seconds of a step, the most bytes of gradients between its parts, the last loss, and what more steps did."""
     trained = sum(batch.num_trained for batch in batches)
-    gradients = 0
+    gradients, result = 0, None
 
     def step() -> None:
-        nonlocal gradients
+        nonlocal gradients, result
         engine.begin(recipe.lr)
         for number, batch in enumerate(batches, start=1):
             engine.accumulate(batch, trained, last=number == len(batches))
             gradients = max(gradients, sum(p.grad.nbytes for p in engine.model.parameters() if p.grad is not None))
-        engine.step()
+        result = engine.step()
 
     seconds = median_seconds(step, engine.packed.device, steps)
     engine.optimizer.synchronize()  # or the first step on the tape would wait for updates that are not on it
@@ -345,7 +347,8 @@ def _time_steps(
     for _ in range(STEPS_ON_TAPE):
         step()
     engine.optimizer.synchronize()
-    return seconds, gradients, engine.optimizer.tape.stop()
+    assert result is not None, "steps were made"
+    return seconds, gradients, result.loss, engine.optimizer.tape.stop()
 
 
 def flops_of_step(model: PreTrainedModel, recipe: Recipe) -> float:

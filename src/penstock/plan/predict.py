@@ -224,7 +224,7 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     elif in_backward:
         kept = activation
     state = state_bytes(256, settings.states, b) / 256
-    hidden = speed.HIDING * (one.backward_s + one.recompute_s if in_backward else one.forward_s)
+    hidden = one.backward_s + one.recompute_s if in_backward else one.forward_s - one.head_s
     leaves = job.overlap and not in_backward and not accumulates
     need = Need(int(num_params), state, b, activation, kept, gradients_leave=leaves, hidden_seconds=hidden)
     room = rooms(job, machine, gpus)
@@ -237,12 +237,12 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     if placement is None:
         placement = Placement(0, 0, need.num_params, 0.0) if leaves else Placement(0, need.num_params, 0, 0.0)
     exchange = num_micro * speed.exchange_seconds(a.num_parameters(), b, gpus, machine) if gpus > 1 else 0.0
-    total = step.forward_s + step.backward_s + step.recompute_s
     # Charged for all parameters, whatever their home: weights from the host cross the same memory.
     update = speed.update_seconds(num_params, state, b, machine)
     seconds = Seconds(
         step.forward_s, step.backward_s, step.recompute_s,
-        exposed=placement.exposed_seconds + update + max(0.0, exchange - total),
+        # While the model waits for state that travels, updates on the GPU cost nothing.
+        exposed=max(placement.exposed_seconds, update) + max(0.0, exchange - step.total_s),
         link=(placement.stream * state + placement.host * b) / rates.link_bytes_per_s,
         cpu=placement.host / rates.host_params_per_s,
         update=update, exchange=exchange,

@@ -30,9 +30,6 @@ COMPILED_FORWARD, COMPILED_BACKWARD = 3.5, 7.0
 """The same of compiled layers, in multiples of what they save."""
 UPDATE_OVERHEAD = 1.67
 """The update's kernel over its bare memory traffic, beside the model's own: 0.090 s for llama-8b (rows.jsonl)."""
-HIDING = 0.95
-"""Share of a forward, or of a backward, that really hides updates: 0.40 s exposed for qwen3-14b compiled and clipped,
-0.13 s not clipped (rows.jsonl)."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,13 @@ class Arithmetic:
     backward_s: float
     """Without recompute."""
     recompute_s: float
+    head_s: float
+    """Of forward, the head and the loss. They come last, so that nothing that they wait for is hidden by them."""
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.forward_s + self.backward_s + self.recompute_s
 
 
 def arithmetic(a: Architecture, work: Work, machine: Machine) -> Arithmetic:
@@ -65,7 +69,7 @@ def arithmetic(a: Architecture, work: Work, machine: Machine) -> Arithmetic:
         "full": forward - down,
     }
     recompute = sum(again[dial] for dial in work.dials(a))
-    return Arithmetic(a.layers * forward + head, a.layers * backward, recompute)
+    return Arithmetic(a.layers * forward + head, a.layers * backward, recompute, head)
 
 
 def _attention_efficiency(a: Architecture, work: Work) -> float:
