@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from penstock.checkpoint.resume import (
     Saved,
     check_same_model,
     check_same_run,
-    disk_advice,
     find_start,
     goes_on_in,
     model_fingerprint,
@@ -33,15 +31,16 @@ from penstock.checkpoint.resume import (
     saved_metrics,
     verify_saved,
 )
-from penstock.checkpoint.run_dir import CHECKPOINTS, check_room, check_run_dir, make_run_dir, note_ranks
+from penstock.checkpoint.run_dir import check_room, check_run_dir, make_run_dir, note_ranks
 from penstock.data.loader import Dataset, Position, prepare
+from penstock.early_end import Stop, disk_advice, interrupted, memory_advice, signals
 from penstock.engine import Engine
 from penstock.engine.deepspeed import DeepSpeedEngine
 from penstock.engine.deepspeed_start import can_save, check_deepspeed, load_device
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE, World, bind, joined
 from penstock.engine.sharded import load_for_ranks
-from penstock.errors import Diverged, DoesNotFit, Interrupted, UserError
+from penstock.errors import Diverged, UserError
 from penstock.generate import answer
 from penstock.hardware import describe, pick_compile, pick_device, pick_dtype
 from penstock.launch import check_batch
@@ -245,17 +244,6 @@ def place_in(data: Dataset, saved: Saved | None) -> Position:
     return position if position.row < data.train.num_rows else Position(position.epoch + 1, 0)
 
 
-def interrupted(recipe: Recipe, stop: Stop, step: int, total_steps: int) -> Interrupted:
-    """The run ended early, and where its state is now."""
-    name, run_dir = signal.Signals(stop.number).name, recipe.run_dir
-    if recipe.keep:
-        kept, remedy = f"saved in {run_dir / CHECKPOINTS}", "The same command with --resume goes on."
-    else:
-        kept, remedy = f"the model as it was then is in {run_dir / 'model'}", "With --keep 0 it cannot go on."
-    where = f"step {step} of {total_steps}"
-    return Interrupted(f"stopped by {name}; {kept}", signal_number=stop.number, where=where, remedy=remedy)
-
-
 @dataclass(frozen=True)
 class Run:
     """What is known before the weights are loaded."""
@@ -449,44 +437,6 @@ def make_repeatable(recipe: Recipe) -> None:
     if recipe.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is made
     torch.use_deterministic_algorithms(recipe.deterministic)
-
-
-class Stop:
-    """The signal that asked the run to end, or 0."""
-
-    number = 0
-
-
-@contextmanager
-def signals() -> Iterator[Stop]:
-    """SIGTERM and Ctrl-C end the run after the current step; a second one ends it at once."""
-    stop = Stop()
-
-    def handle(number: int, _: object) -> None:
-        if stop.number:
-            os._exit(128 + number)
-        stop.number = number
-
-    old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def memory_advice(recipe: Recipe) -> Iterator[None]:
-    """Out of memory, in words."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        smaller = max(1, recipe.rows_at_once // 2)
-        raise DoesNotFit(
-            f"the GPU is out of memory with {recipe.rows_at_once} rows of {recipe.max_length} tokens at once: {error}",
-            where=recipe.name,
-            remedy=f"Try --recompute full, --micro-batch-size {smaller}, or a shorter --max-length.",
-        ) from error
 
 
 def summarize(metrics: Metrics, model_dir: Path, run_dir: Path, dialogue: Answer | None) -> Summary:
