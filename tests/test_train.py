@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock import probe
 from penstock.data.loader import Position
 from penstock.errors import Diverged, OutputError
 from penstock.machines import H200
 from penstock.plan.report import make_plan
+from penstock.preparation import prepare_run
 from penstock.presets import PRESETS
 from penstock.recipe import Recipe
 from penstock.report.console import Console
 from penstock.report.metrics import StepRow
-from penstock.train import Progress, lr_at, planned, prepare_run, train
+from penstock.train import Progress, lr_at, train
 
 DEMO = PRESETS["demo"]
 
@@ -134,16 +134,3 @@ def test_after_ten_steps_reality_is_compared_with_the_plan_once(capsys):
     assert len(said) == 1
     assert said[0].startswith("after 10 steps: ")
     assert "(+100%)" in said[0]
-
-
-def test_a_run_says_its_plan_once_the_machine_was_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    run = prepare_run(DEMO, quiet())
-    assert planned(run, Console()) is None, "a CPU is not measured for it"
-    monkeypatch.setattr(probe, "measure", lambda: dataclasses.replace(H200, name="cpu", gpu_bytes=0))
-    probe.this_machine(remeasure=False, say=print)
-    if run.device.type == "cpu":
-        plan = planned(run, Console())
-        assert plan is not None
-        assert plan.fits
-        assert "planned: " in capsys.readouterr().out

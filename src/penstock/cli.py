@@ -257,9 +257,9 @@ def train(words: list[str]) -> int:
     follow_launcher()
     _quiet_libraries(args.debug)
     from penstock.engine.ranks import find_world
+    from penstock.preparation import dry_run
     from penstock.report.console import Console
     from penstock.report.metrics import to_json
-    from penstock.train import dry_run
     from penstock.train import train as run
 
     world = find_world()
@@ -286,8 +286,8 @@ def data(words: list[str]) -> int:
     args = _parse_with_recipe(DataArgs, "data", words)
     _quiet_libraries(args.debug)
     from penstock.data.preview import show, summary
+    from penstock.preparation import prepare_run
     from penstock.report.console import Console
-    from penstock.train import prepare_run
 
     console = Console(json=args.json)
     prepared = prepare_run(args.recipe, console)

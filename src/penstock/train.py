@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
-import yaml
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from penstock.checkpoint.export import export
 from penstock.checkpoint.export_sharded import export_sharded
@@ -32,24 +30,24 @@ from penstock.checkpoint.resume import (
     verify_saved,
 )
 from penstock.checkpoint.run_dir import check_room, check_run_dir, make_run_dir, note_ranks
-from penstock.data.loader import Dataset, Position, prepare
+from penstock.data.loader import Dataset, Position
 from penstock.early_end import Stop, disk_advice, interrupted, memory_advice, signals
 from penstock.engine import Engine
 from penstock.engine.deepspeed import DeepSpeedEngine
-from penstock.engine.deepspeed_start import can_save, check_deepspeed, load_device
+from penstock.engine.deepspeed_start import load_device
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE, World, bind, joined
 from penstock.engine.sharded import load_for_ranks
-from penstock.errors import Diverged, UserError
+from penstock.errors import Diverged
 from penstock.generate import answer
-from penstock.hardware import describe, pick_compile, pick_device, pick_dtype
+from penstock.hardware import describe, pick_device
 from penstock.launch import check_batch
 from penstock.model.flops import flops_per_token
-from penstock.model.load import load_config, load_model, load_tokenizer
+from penstock.model.load import load_model
 from penstock.plan.predict import Plan
-from penstock.plan.report import compare, make_plan, short, with_recompute
-from penstock.probe import known_machine, this_machine
-from penstock.recipe import Recipe, to_dict
+from penstock.plan.report import compare
+from penstock.preparation import Run, planned, prepare_run
+from penstock.recipe import Recipe
 from penstock.report.console import Console
 from penstock.report.facts import Recorder
 from penstock.report.metrics import Answer, EvalRow, Metrics, StepFacts, StepRow, Summary
@@ -189,29 +187,6 @@ def start_engine(
     return engine, answer_before(model, run, saved)
 
 
-def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]:
-    """The run with what the plan chooses for it, said in advance. No plan of a model whose numbers it does not know.
-
-    A CPU is not measured for it: there is nothing to place, and the demo would wait for seconds.
-    """
-    if run.recipe.engine == "deepspeed":  # as the reference does it
-        word = "full" if run.recipe.recompute == "auto" else run.recipe.recompute
-        return replace(run, recipe=replace(run.recipe, recompute=word)), None
-    gpu = run.device.type == "cuda"
-    machine = world.share(lambda: this_machine(remeasure=False, say=console.say) if gpu else known_machine())
-    if machine is not None and machine.has_gpu != gpu:
-        machine = None
-    run = replace(run, recipe=with_recompute(run.recipe, machine, world.size))
-    if machine is None or world.many:  # the exchange between ranks is not measured
-        return run, None
-    try:
-        plan = make_plan(run.recipe, machine)
-    except UserError:
-        return run, None
-    console.say(short(plan) if plan.fits else "planned: does not fit; `penstock plan` says what would. Trying anyway.")
-    return run, plan
-
-
 def check_disk(run: Run, engine: Engine, first_step: int, world: World = ALONE) -> None:
     """Before the first step, see that there is room for all that the run will write. All ranks take part."""
     sizes = {group: sum(t.num_bytes for t in tensors) for group, tensors in engine.saved_tensors().items()}
@@ -242,79 +217,6 @@ def place_in(data: Dataset, saved: Saved | None) -> Position:
     """Where the next step begins. If the data was changed by force, its place may be beyond their end."""
     position = saved.position if saved else Position()
     return position if position.row < data.train.num_rows else Position(position.epoch + 1, 0)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What is known before the weights are loaded."""
-
-    recipe: Recipe
-    device: torch.device
-    config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    data: Dataset
-    total_steps: int
-
-
-def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resume: bool = False) -> Run:
-    """Everything that can be wrong without loading a weight is found here."""
-    device = world.pick(pick_device(recipe.device))
-    if warning := check_deepspeed(recipe, device, world, resume=resume):
-        console.say(f"WARNING: {warning}")
-    recipe = replace(recipe, keep=recipe.keep if can_save(recipe) else 0)
-    recipe = replace(recipe, dtype=pick_dtype(recipe.dtype, device), compile=pick_compile(recipe, device))
-    make_repeatable(recipe)
-    config, tokenizer = load_config(recipe), load_tokenizer(recipe)
-    with console.phase(f"Reading {recipe.data}"), world.in_turn():
-        data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say)
-    steps = math.ceil(recipe.epochs * data.train.steps_per_epoch())
-    total_steps = min(steps, recipe.max_steps) if recipe.max_steps else steps
-    recipe = replace(recipe, data_format=data.data_format)  # so that `generate` asks as the rows did
-    return Run(recipe, device, config, tokenizer, data, total_steps)
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """What a run would do."""
-
-    steps: int
-    examples: int
-    rows: int
-    tokens: int
-    trained_tokens: int
-    device: str
-    run_dir: str
-
-
-def dry_run(
-    recipe: Recipe, console: Console, *, overwrite: bool = False, resume: str = "", resume_anyway: bool = False
-) -> Outlook:
-    """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
-    console.say(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True).rstrip())
-    check_run_dir(recipe.run_dir, overwrite=overwrite or goes_on_in(recipe.run_dir, resume))
-    saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
-    run = prepare_run(recipe, console, resume=bool(resume))
-    if saved:
-        check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
-        verify_saved(saved, console.say)
-        console.say(f"Would go on after step {saved.step:,}, from {saved.checkpoint.path}.")
-    train_set = run.data.train
-    outlook = Outlook(
-        steps=run.total_steps,
-        examples=train_set.num_examples,
-        rows=train_set.num_rows,
-        tokens=train_set.num_tokens,
-        trained_tokens=train_set.num_trained,
-        device=describe(run.device),
-        run_dir=str(recipe.run_dir),
-    )
-    console.say(
-        f"Would train {recipe.model} ({recipe.init} weights) on {outlook.device} for {outlook.steps:,} steps of "
-        f"{recipe.batch_size} rows: {outlook.examples:,} examples in {outlook.rows:,} rows an epoch, "
-        f"{outlook.tokens:,} tokens, {outlook.trained_tokens:,} of them trained on; "
-        f"would write {outlook.run_dir}/ and the model to {outlook.run_dir}/model. Nothing was written."
-    )
-    return outlook
 
 
 def end_tokens(run: Run) -> set[int]:
@@ -429,14 +331,6 @@ class Progress:
         self._skips_in_a_row = self._skips_in_a_row + 1 if row.skipped else 0
         if self._skips_in_a_row == 1:
             self._first_skip = row.step
-
-
-def make_repeatable(recipe: Recipe) -> None:
-    """Seed every generator in use; with `deterministic`, refuse operations that may differ between runs."""
-    torch.manual_seed(recipe.seed)
-    if recipe.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is made
-    torch.use_deterministic_algorithms(recipe.deterministic)
 
 
 def summarize(metrics: Metrics, model_dir: Path, run_dir: Path, dialogue: Answer | None) -> Summary:
