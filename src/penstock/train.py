@@ -161,6 +161,25 @@ def load(run: Run, console: Console, world: World) -> tuple[PreTrainedModel, dic
     return sharded.model, sharded.remainders
 
 
+def end_tokens(run: Run) -> set[int]:
+    """The tokens that end the responses of the data: special ones that are trained on last."""
+    store, tokenizer = run.data.train.store, run.tokenizer
+    special = set(tokenizer.all_special_ids)
+    special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    examples = (store.example(i) for i in range(min(len(store), 256)))
+    return {int(ids[mask.nonzero()[0][-1]]) for ids, mask in examples} & special
+
+
+def stop_at(model: PreTrainedModel, ends: set[int]) -> None:
+    """Let generation stop where the model is taught to: a chat template may end turns with another token than eos."""
+    config = model.generation_config
+    assert config is not None, "a causal model has a generation config"
+    known = config.eos_token_id
+    known = {known} if isinstance(known, int) else set(known or ())
+    if not ends <= known:
+        config.eos_token_id = sorted(known | ends)
+
+
 def start_engine(
     model: PreTrainedModel,
     remainders: dict[nn.Parameter, Tensor],
@@ -181,6 +200,14 @@ def start_engine(
     return engine, answer_before(model, run, saved)
 
 
+def answer_before(model: PreTrainedModel, run: Run, saved: Saved | None) -> str:
+    """What the model says before training; after a resume, what it said then."""
+    prompt = run.recipe.prompt
+    if saved:
+        return saved.before if saved.recipe.get("prompt") == prompt else ""
+    return answer(model, run.tokenizer, run.recipe, prompt) if prompt else ""
+
+
 def check_disk(run: Run, engine: Engine, first_step: int, world: World = ALONE) -> None:
     """Before the first step, see that there is room for all that the run will write. All ranks take part."""
     sizes = {group: sum(t.num_bytes for t in tensors) for group, tensors in engine.saved_tensors().items()}
@@ -199,37 +226,10 @@ def check_disk(run: Run, engine: Engine, first_step: int, world: World = ALONE) 
     )
 
 
-def answer_before(model: PreTrainedModel, run: Run, saved: Saved | None) -> str:
-    """What the model says before training; after a resume, what it said then."""
-    prompt = run.recipe.prompt
-    if saved:
-        return saved.before if saved.recipe.get("prompt") == prompt else ""
-    return answer(model, run.tokenizer, run.recipe, prompt) if prompt else ""
-
-
 def place_in(data: Dataset, saved: Saved | None) -> Position:
     """Where the next step begins. If the data was changed by force, its place may be beyond their end."""
     position = saved.position if saved else Position()
     return position if position.row < data.train.num_rows else Position(position.epoch + 1, 0)
-
-
-def end_tokens(run: Run) -> set[int]:
-    """The tokens that end the responses of the data: special ones that are trained on last."""
-    store, tokenizer = run.data.train.store, run.tokenizer
-    special = set(tokenizer.all_special_ids)
-    special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    examples = (store.example(i) for i in range(min(len(store), 256)))
-    return {int(ids[mask.nonzero()[0][-1]]) for ids, mask in examples} & special
-
-
-def stop_at(model: PreTrainedModel, ends: set[int]) -> None:
-    """Let generation stop where the model is taught to: a chat template may end turns with another token than eos."""
-    config = model.generation_config
-    assert config is not None, "a causal model has a generation config"
-    known = config.eos_token_id
-    known = {known} if isinstance(known, int) else set(known or ())
-    if not ends <= known:
-        config.eos_token_id = sorted(known | ends)
 
 
 def run_steps(
