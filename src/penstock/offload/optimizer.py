@@ -23,21 +23,20 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from penstock.hardware import near_cores
 from penstock.layout import DEFAULT_CHUNK, HomeName
 from penstock.offload.auto import choose_homes, need_of
 from penstock.offload.formats import StateName, StateView, format_named
 from penstock.offload.homes import Coefficients, HostHome, Update
-from penstock.offload.housing import Housing
-from penstock.offload.kernels import GO, split
-from penstock.offload.lanes import Mark, Tape, ToHost, main_mark, main_waits
+from penstock.offload.housing import Housing, round_off
+from penstock.offload.kernels import GO
+from penstock.offload.lanes import Mark, Tape, ToHost, main_mark
 from penstock.offload.misuse import Changes, check_parameters, refuse_clipping, refuse_misuse
 from penstock.offload.norm import Norm, Scalars, clip
 from penstock.offload.saved import check_format, read_state, write_state
-from penstock.offload.shards import check_blocks, gather_waits, group_of, local
-from penstock.offload.units import Unit, find_units
+from penstock.offload.shards import check_blocks, group_of, local
+from penstock.offload.units import Unit, attach, find_units
 
 Schedule = Literal["after-norm", "in-backward"]
 
@@ -114,7 +113,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._group_of = [i for i, g in enumerate(self.param_groups) for p in g["params"] if p.requires_grad]
         self._device = self._parameters[0].device
         check_parameters(self._parameters, self._device)
-        rounded_off = self._round_to(working_dtype, remainders or {})
+        rounded_off = round_off(self._parameters, working_dtype, remainders or {})
         self._norm = Norm([local(p).numel() for p in self._parameters], self._device, group_of(self._parameters[0]))
         self._changes = Changes(self._norm)
         self._scalars = Scalars(len(self.param_groups), self._device)
@@ -161,34 +160,11 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._coefficients: Tensor | None = None
         self._keep: list[Tensor] = []  # coefficients that lanes still read
         self.report: StepReport | None = None
-        self._attach(model)
-
-    # ------------------------------------------------------------------ setting up
-
-    @torch.no_grad()
-    def _round_to(self, dtype: torch.dtype | None, known: Mapping[nn.Parameter, Tensor]) -> dict[int, Tensor]:
-        """Round fp32 weights to bf16 if asked; the remainders keep the precision that the weights lose."""
-        remainders = {index: known[p] for index, p in enumerate(self._parameters) if p in known}
-        for index, p in enumerate(self._parameters):
-            if dtype is torch.bfloat16 and p.dtype is torch.float32:
-                assert not isinstance(p, DTensor), "FSDP2 has set itself up for the type of a parameter: round before"
-                weight, remainders[index] = split(p.detach().view(-1))
-                p.data = weight.view(p.shape)
-        return remainders
-
-    def _attach(self, model: nn.Module) -> None:
-        """Hooks: a unit's forward waits for its update; a final gradient is taken; state_dict waits for everything."""
         self._hooks = [
             model.register_state_dict_pre_hook(lambda *_: self.synchronize()),
             model.register_load_state_dict_post_hook(lambda *_: self._weights_were_set()),
+            *attach(self._units, self._parameters, self._device, self.tape, self._gradient_came),
         ]
-        for unit in self._units:
-            wait = cast(Callable[..., None], lambda *_, unit=unit: self._wait(unit))
-            # First of the module's hooks: FSDP2 gathers the weights in one of its own, and would gather the old ones.
-            self._hooks.append(unit.module.register_forward_pre_hook(wait, prepend=True))
-            for index in unit.parameters:
-                hook = cast(Callable[[Tensor], None], lambda p, i=index, u=unit: self._gradient_came(i, u))
-                self._hooks.append(self._parameters[index].register_post_accumulate_grad_hook(hook))
 
     # ------------------------------------------------------------------ one step
 
@@ -327,16 +303,6 @@ class OffloadAdamW(torch.optim.Optimizer):
             self.synchronize()
         super().zero_grad(set_to_none)
 
-    def _wait(self, unit: Unit) -> None:
-        """The calling thread's stream goes on only after this unit's update."""
-        if unit.updates:
-            with self.tape.on_device("wait"):
-                for update in unit.updates:
-                    mark = update.result()
-                    main_waits(self._device, mark)
-                    gather_waits(unit.module, mark)
-            unit.updates.clear()
-
     def state_bytes(self) -> dict[str, int]:
         """Bytes of state by home."""
         return self._housing.num_bytes(range(len(self._parameters)))
@@ -356,7 +322,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait until every update has been made; weights and state may then be read anywhere."""
         for unit in self._units:
-            self._wait(unit)
+            unit.wait(self._device, self.tape)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._changes.refuse()
