@@ -20,10 +20,11 @@ from penstock.data.loader import Position
 from penstock.engine.deepspeed import DeepSpeedEngine
 from penstock.engine.native import NativeEngine, full_batch
 from penstock.model.load import load_config, load_model
+from penstock.preparation import prepare_run
 from penstock.presets import PRESETS
 from penstock.recipe import with_values
 from penstock.report.console import Console
-from penstock.train import lr_at, prepare_run
+from penstock.train import lr_at
 
 
 def say(text):

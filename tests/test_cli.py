@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from penstock.cli import DataArgs, _parse_with_recipe, _with_value, main
+from penstock.cli import main
 from penstock.errors import RecipeError
 from penstock.presets import PRESETS
 from penstock.recipe_file import find_recipe
@@ -27,30 +27,6 @@ def test_flag_over_yaml_over_preset(tmp_path, capsys):
     assert main(["train", str(path), "--lr", "3e-4", "--dry-run", "--json", "--output-dir", str(tmp_path / "o")]) == 0
     resolved = json.loads(capsys.readouterr().out)["recipe"]
     assert (resolved["lr"], resolved["batch_size"]) == (3e-4, 3)
-
-
-@pytest.mark.parametrize(
-    ("words", "share"),
-    [
-        ([], 10.0),
-        (["--data", "mine.jsonl"], 100.0),
-        (["--data=mine.jsonl"], 100.0),
-        (["--data", "mine.jsonl", "--data-percent", "10"], 10.0),
-    ],
-)
-def test_presets_take_a_tenth_of_their_own_data_and_all_of_yours(words, share, tmp_path):
-    args = _parse_with_recipe(DataArgs, "data", ["llama-8b", *words])
-    assert args.recipe.data_percent == share
-    path = tmp_path / "mine.yaml"
-    path.write_text("preset: llama-8b\n" + "".join(f"{w.lstrip('-').replace('=', ': ')}\n" for w in words if "=" in w))
-    assert find_recipe(str(path))[0].data_percent == (100.0 if any("=" in w for w in words) else 10.0)
-
-
-def test_a_share_that_a_file_chose_stays_for_other_data(tmp_path):
-    path = tmp_path / "mine.yaml"
-    for text, share in (("data_percent: 10", 10.0), ("lr: 2e-5", 100.0)):
-        path.write_text(f"preset: llama-8b\n{text}\n")
-        assert _parse_with_recipe(DataArgs, "data", [str(path), "--data", "x.jsonl"]).recipe.data_percent == share
 
 
 def test_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):
@@ -133,19 +109,6 @@ def test_an_output_directory_that_cannot_be_written_is_found_first(tmp_path, cap
     assert main(["train", "demo", "--output-dir", "/proc/none/run"]) == 2
     assert "cannot be written" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("words", "filled"),
-    [
-        (["demo", "--resume"], ["demo", "--resume", "newest"]),
-        (["demo", "--resume", "--lr", "1"], ["demo", "--resume", "newest", "--lr", "1"]),
-        (["demo", "--resume", "some/path", "--json"], ["demo", "--resume", "some/path", "--json"]),
-        (["demo", "--resume=some/path"], ["demo", "--resume=some/path"]),
-    ],
-)
-def test_resume_stands_alone_or_with_a_path(words, filled):
-    assert _with_value(words, "--resume", "newest") == filled
 
 
 def test_help_lists_every_command(capsys):

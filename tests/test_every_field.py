@@ -114,7 +114,7 @@ ELSEWHERE = {
     "eval_split": "tests/data/test_loader.py",
     "device": "tests/test_hardware.py",
     "reduce_dtype": "tests/engine/test_sharded.py",
-    "skip_limit": "tests/test_train.py",
+    "skip_limit": "tests/test_progress.py",
     "track": "tests/report/test_trackers.py",
     "project": "tests/report/test_trackers.py",
     "tags": "tests/report/test_trackers.py",

@@ -8,16 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock import probe
 from penstock.data.loader import Position
-from penstock.errors import Diverged, OutputError
-from penstock.machines import H200
-from penstock.plan.report import make_plan
+from penstock.errors import OutputError
+from penstock.preparation import prepare_run
 from penstock.presets import PRESETS
 from penstock.recipe import Recipe
 from penstock.report.console import Console
-from penstock.report.metrics import StepRow
-from penstock.train import Progress, lr_at, planned, prepare_run, train
+from penstock.train import lr_at, train
 
 DEMO = PRESETS["demo"]
 
@@ -92,18 +89,6 @@ def test_the_schedules():
     assert lr_at(dataclasses.replace(recipe, warmup=0.0), 1, 1) == 1.0
 
 
-def test_skips_in_a_row_end_the_run_and_name_the_first():
-    progress = Progress(Recipe(skip_limit=3), 100, quiet())
-
-    def row(step, skipped):
-        return StepRow(step, math.nan if skipped else 1.0, 1e-5, math.nan, 10, 5, 0.1, skipped)
-
-    for step, skipped in enumerate([True, True, False, True, True], start=1):
-        progress.row(row(step, skipped))
-    with pytest.raises(Diverged, match=r"step 4: .* 3 steps in a row"):
-        progress.row(row(6, True))
-
-
 def test_a_run_is_not_written_over(tmp_path):
     recipe = dataclasses.replace(DEMO, output_dir=str(tmp_path / "run"), max_steps=1, data_percent=10.0, prompt=None)
     train(recipe, quiet())
@@ -123,27 +108,3 @@ def test_evaluation_is_written_and_summed_up(tmp_path):
     evals = [json.loads(line) for line in (tmp_path / "run" / "eval.jsonl").read_text().splitlines()]
     assert [row["step"] for row in evals] == [2, 4]
     assert summary.eval_loss == evals[-1]["eval_loss"] < evals[0]["eval_loss"]
-
-
-def test_after_ten_steps_reality_is_compared_with_the_plan_once(capsys):
-    plan = make_plan(dataclasses.replace(DEMO, dtype="fp32"), dataclasses.replace(H200, name="cpu", gpu_bytes=0))
-    progress = Progress(DEMO, 30, Console(), plan)
-    for step in range(1, 26):
-        progress.row(StepRow(step, 1.0, 1e-5, 1.0, 100, 50, 2 * plan.seconds.step, False))
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("after ")]
-    assert len(said) == 1
-    assert said[0].startswith("after 10 steps: ")
-    assert "(+100%)" in said[0]
-
-
-def test_a_run_says_its_plan_once_the_machine_was_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    run = prepare_run(DEMO, quiet())
-    assert planned(run, Console()) is None, "a CPU is not measured for it"
-    monkeypatch.setattr(probe, "measure", lambda: dataclasses.replace(H200, name="cpu", gpu_bytes=0))
-    probe.this_machine(remeasure=False, say=print)
-    if run.device.type == "cpu":
-        plan = planned(run, Console())
-        assert plan is not None
-        assert plan.fits
-        assert "planned: " in capsys.readouterr().out

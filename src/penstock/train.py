@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import torch
-import yaml
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from penstock.checkpoint.export import export
 from penstock.checkpoint.export_sharded import export_sharded
@@ -24,7 +20,6 @@ from penstock.checkpoint.resume import (
     Saved,
     check_same_model,
     check_same_run,
-    disk_advice,
     find_start,
     goes_on_in,
     model_fingerprint,
@@ -33,32 +28,28 @@ from penstock.checkpoint.resume import (
     saved_metrics,
     verify_saved,
 )
-from penstock.checkpoint.run_dir import CHECKPOINTS, check_room, check_run_dir, make_run_dir, note_ranks
-from penstock.data.loader import Dataset, Position, prepare
+from penstock.checkpoint.run_dir import check_room, check_run_dir, make_run_dir, note_ranks
+from penstock.data.loader import Dataset, Position
+from penstock.early_end import Stop, disk_advice, interrupted, memory_advice, signals
 from penstock.engine import Engine
 from penstock.engine.deepspeed import DeepSpeedEngine
-from penstock.engine.deepspeed_start import can_save, check_deepspeed, load_device
+from penstock.engine.deepspeed_start import load_device
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE, World, bind, joined
 from penstock.engine.sharded import load_for_ranks
-from penstock.errors import Diverged, DoesNotFit, Interrupted, UserError
 from penstock.generate import answer
-from penstock.hardware import describe, pick_compile, pick_device, pick_dtype
+from penstock.hardware import describe, pick_device
 from penstock.launch import check_batch
 from penstock.model.flops import flops_per_token
-from penstock.model.load import load_config, load_model, load_tokenizer
-from penstock.plan.predict import Plan
-from penstock.plan.report import compare, make_plan, short, with_recompute
-from penstock.probe import known_machine, this_machine
-from penstock.recipe import Recipe, to_dict
+from penstock.model.load import load_model
+from penstock.preparation import Run, planned, prepare_run
+from penstock.progress import Progress
+from penstock.recipe import Recipe
 from penstock.report.console import Console
 from penstock.report.facts import Recorder
 from penstock.report.metrics import Answer, EvalRow, Metrics, StepFacts, StepRow, Summary
 from penstock.report.panel import sources_of
 from penstock.report.trackers import Trackers
-
-COMPARED_STEPS = 10
-"""Steps after which reality is compared with the plan."""
 
 
 def train(
@@ -170,6 +161,25 @@ def load(run: Run, console: Console, world: World) -> tuple[PreTrainedModel, dic
     return sharded.model, sharded.remainders
 
 
+def end_tokens(run: Run) -> set[int]:
+    """The tokens that end the responses of the data: special ones that are trained on last."""
+    store, tokenizer = run.data.train.store, run.tokenizer
+    special = set(tokenizer.all_special_ids)
+    special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    examples = (store.example(i) for i in range(min(len(store), 256)))
+    return {int(ids[mask.nonzero()[0][-1]]) for ids, mask in examples} & special
+
+
+def stop_at(model: PreTrainedModel, ends: set[int]) -> None:
+    """Let generation stop where the model is taught to: a chat template may end turns with another token than eos."""
+    config = model.generation_config
+    assert config is not None, "a causal model has a generation config"
+    known = config.eos_token_id
+    known = {known} if isinstance(known, int) else set(known or ())
+    if not ends <= known:
+        config.eos_token_id = sorted(known | ends)
+
+
 def start_engine(
     model: PreTrainedModel,
     remainders: dict[nn.Parameter, Tensor],
@@ -190,27 +200,12 @@ def start_engine(
     return engine, answer_before(model, run, saved)
 
 
-def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]:
-    """The run with what the plan chooses for it, said in advance. No plan of a model whose numbers it does not know.
-
-    A CPU is not measured for it: there is nothing to place, and the demo would wait for seconds.
-    """
-    if run.recipe.engine == "deepspeed":  # as the reference does it
-        word = "full" if run.recipe.recompute == "auto" else run.recipe.recompute
-        return replace(run, recipe=replace(run.recipe, recompute=word)), None
-    gpu = run.device.type == "cuda"
-    machine = world.share(lambda: this_machine(remeasure=False, say=console.say) if gpu else known_machine())
-    if machine is not None and machine.has_gpu != gpu:
-        machine = None
-    run = replace(run, recipe=with_recompute(run.recipe, machine, world.size))
-    if machine is None or world.many:  # the exchange between ranks is not measured
-        return run, None
-    try:
-        plan = make_plan(run.recipe, machine)
-    except UserError:
-        return run, None
-    console.say(short(plan) if plan.fits else "planned: does not fit; `penstock plan` says what would. Trying anyway.")
-    return run, plan
+def answer_before(model: PreTrainedModel, run: Run, saved: Saved | None) -> str:
+    """What the model says before training; after a resume, what it said then."""
+    prompt = run.recipe.prompt
+    if saved:
+        return saved.before if saved.recipe.get("prompt") == prompt else ""
+    return answer(model, run.tokenizer, run.recipe, prompt) if prompt else ""
 
 
 def check_disk(run: Run, engine: Engine, first_step: int, world: World = ALONE) -> None:
@@ -231,121 +226,10 @@ def check_disk(run: Run, engine: Engine, first_step: int, world: World = ALONE) 
     )
 
 
-def answer_before(model: PreTrainedModel, run: Run, saved: Saved | None) -> str:
-    """What the model says before training; after a resume, what it said then."""
-    prompt = run.recipe.prompt
-    if saved:
-        return saved.before if saved.recipe.get("prompt") == prompt else ""
-    return answer(model, run.tokenizer, run.recipe, prompt) if prompt else ""
-
-
 def place_in(data: Dataset, saved: Saved | None) -> Position:
     """Where the next step begins. If the data was changed by force, its place may be beyond their end."""
     position = saved.position if saved else Position()
     return position if position.row < data.train.num_rows else Position(position.epoch + 1, 0)
-
-
-def interrupted(recipe: Recipe, stop: Stop, step: int, total_steps: int) -> Interrupted:
-    """The run ended early, and where its state is now."""
-    name, run_dir = signal.Signals(stop.number).name, recipe.run_dir
-    if recipe.keep:
-        kept, remedy = f"saved in {run_dir / CHECKPOINTS}", "The same command with --resume goes on."
-    else:
-        kept, remedy = f"the model as it was then is in {run_dir / 'model'}", "With --keep 0 it cannot go on."
-    where = f"step {step} of {total_steps}"
-    return Interrupted(f"stopped by {name}; {kept}", signal_number=stop.number, where=where, remedy=remedy)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What is known before the weights are loaded."""
-
-    recipe: Recipe
-    device: torch.device
-    config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    data: Dataset
-    total_steps: int
-
-
-def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resume: bool = False) -> Run:
-    """Everything that can be wrong without loading a weight is found here."""
-    device = world.pick(pick_device(recipe.device))
-    if warning := check_deepspeed(recipe, device, world, resume=resume):
-        console.say(f"WARNING: {warning}")
-    recipe = replace(recipe, keep=recipe.keep if can_save(recipe) else 0)
-    recipe = replace(recipe, dtype=pick_dtype(recipe.dtype, device), compile=pick_compile(recipe, device))
-    make_repeatable(recipe)
-    config, tokenizer = load_config(recipe), load_tokenizer(recipe)
-    with console.phase(f"Reading {recipe.data}"), world.in_turn():
-        data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say)
-    steps = math.ceil(recipe.epochs * data.train.steps_per_epoch())
-    total_steps = min(steps, recipe.max_steps) if recipe.max_steps else steps
-    recipe = replace(recipe, data_format=data.data_format)  # so that `generate` asks as the rows did
-    return Run(recipe, device, config, tokenizer, data, total_steps)
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """What a run would do."""
-
-    steps: int
-    examples: int
-    rows: int
-    tokens: int
-    trained_tokens: int
-    device: str
-    run_dir: str
-
-
-def dry_run(
-    recipe: Recipe, console: Console, *, overwrite: bool = False, resume: str = "", resume_anyway: bool = False
-) -> Outlook:
-    """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
-    console.say(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True).rstrip())
-    check_run_dir(recipe.run_dir, overwrite=overwrite or goes_on_in(recipe.run_dir, resume))
-    saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
-    run = prepare_run(recipe, console, resume=bool(resume))
-    if saved:
-        check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
-        verify_saved(saved, console.say)
-        console.say(f"Would go on after step {saved.step:,}, from {saved.checkpoint.path}.")
-    train_set = run.data.train
-    outlook = Outlook(
-        steps=run.total_steps,
-        examples=train_set.num_examples,
-        rows=train_set.num_rows,
-        tokens=train_set.num_tokens,
-        trained_tokens=train_set.num_trained,
-        device=describe(run.device),
-        run_dir=str(recipe.run_dir),
-    )
-    console.say(
-        f"Would train {recipe.model} ({recipe.init} weights) on {outlook.device} for {outlook.steps:,} steps of "
-        f"{recipe.batch_size} rows: {outlook.examples:,} examples in {outlook.rows:,} rows an epoch, "
-        f"{outlook.tokens:,} tokens, {outlook.trained_tokens:,} of them trained on; "
-        f"would write {outlook.run_dir}/ and the model to {outlook.run_dir}/model. Nothing was written."
-    )
-    return outlook
-
-
-def end_tokens(run: Run) -> set[int]:
-    """The tokens that end the responses of the data: special ones that are trained on last."""
-    store, tokenizer = run.data.train.store, run.tokenizer
-    special = set(tokenizer.all_special_ids)
-    special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    examples = (store.example(i) for i in range(min(len(store), 256)))
-    return {int(ids[mask.nonzero()[0][-1]]) for ids, mask in examples} & special
-
-
-def stop_at(model: PreTrainedModel, ends: set[int]) -> None:
-    """Let generation stop where the model is taught to: a chat template may end turns with another token than eos."""
-    config = model.generation_config
-    assert config is not None, "a causal model has a generation config"
-    known = config.eos_token_id
-    known = {known} if isinstance(known, int) else set(known or ())
-    if not ends <= known:
-        config.eos_token_id = sorted(known | ends)
 
 
 def run_steps(
@@ -396,97 +280,6 @@ def lr_at(recipe: Recipe, step: int, total_steps: int) -> float:
         return recipe.lr
     progress = (step - 1 - warmup_steps) / (total_steps - warmup_steps)
     return recipe.lr * ((1 + math.cos(math.pi * progress)) / 2 if recipe.schedule == "cosine" else 1 - progress)
-
-
-class Progress:
-    """Takes each finished step: a line on the console, and an end to the run when gradients stay non-finite."""
-
-    def __init__(self, recipe: Recipe, total_steps: int, console: Console, plan: Plan | None = None) -> None:
-        self._recipe, self._total_steps, self._console = recipe, total_steps, console
-        self._plan, self._recent = plan, list[float]()  # steps of this process, until they are compared
-        self._seconds, self._first_skip, self._skips_in_a_row = 0.0, 0, 0
-
-    def catch_up(self, rows: Sequence[StepRow]) -> None:
-        """Steps that were made before the run was resumed."""
-        for row in rows:
-            self._count(row)
-
-    def row(self, row: StepRow) -> None:
-        """One step has finished."""
-        self._count(row)
-        due = row.skipped or row.step in (1, self._total_steps) or row.step % self._recipe.log_every == 0
-        left = self._seconds / row.step * (self._total_steps - row.step)
-        self._console.step(row, self._total_steps, left, due=due)
-        self._compare(row)
-        if self._skips_in_a_row >= self._recipe.skip_limit:
-            raise Diverged(
-                f"the gradient was not finite in {self._skips_in_a_row} steps in a row",
-                where=f"step {self._first_skip}",
-                remedy="Lower --lr, lengthen --warmup, or look at the data.",
-            )
-
-    def _compare(self, row: StepRow) -> None:
-        """After ten steps, what the plan said and what is."""
-        if self._plan is None:
-            return
-        self._recent.append(row.step_seconds)
-        if len(self._recent) == COMPARED_STEPS:
-            gpu_bytes = torch.cuda.max_memory_allocated() if self._plan.machine.has_gpu else 0
-            host_bytes = psutil.Process().memory_info().rss
-            self._console.say(compare(self._plan, self._recent, gpu_bytes, host_bytes))
-            self._plan = None
-
-    def _count(self, row: StepRow) -> None:
-        self._seconds += row.step_seconds
-        self._skips_in_a_row = self._skips_in_a_row + 1 if row.skipped else 0
-        if self._skips_in_a_row == 1:
-            self._first_skip = row.step
-
-
-def make_repeatable(recipe: Recipe) -> None:
-    """Seed every generator in use; with `deterministic`, refuse operations that may differ between runs."""
-    torch.manual_seed(recipe.seed)
-    if recipe.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is made
-    torch.use_deterministic_algorithms(recipe.deterministic)
-
-
-class Stop:
-    """The signal that asked the run to end, or 0."""
-
-    number = 0
-
-
-@contextmanager
-def signals() -> Iterator[Stop]:
-    """SIGTERM and Ctrl-C end the run after the current step; a second one ends it at once."""
-    stop = Stop()
-
-    def handle(number: int, _: object) -> None:
-        if stop.number:
-            os._exit(128 + number)
-        stop.number = number
-
-    old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def memory_advice(recipe: Recipe) -> Iterator[None]:
-    """Out of memory, in words."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        smaller = max(1, recipe.rows_at_once // 2)
-        raise DoesNotFit(
-            f"the GPU is out of memory with {recipe.rows_at_once} rows of {recipe.max_length} tokens at once: {error}",
-            where=recipe.name,
-            remedy=f"Try --recompute full, --micro-batch-size {smaller}, or a shorter --max-length.",
-        ) from error
 
 
 def summarize(metrics: Metrics, model_dir: Path, run_dir: Path, dialogue: Answer | None) -> Summary:

@@ -10,6 +10,7 @@ from penstock.model.loss import packed_loss
 from penstock.model.recompute import set_recompute
 from penstock.model.units import find_units
 from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.units import Unit
 from penstock.recipe import dials
 
 
@@ -140,8 +141,8 @@ def test_a_compiled_layer_waits_for_its_update():
         set_compile(units.layers, on, lambda _: None)
         optimizer = OffloadAdamW(model, lr=1e-2, homes="stream", units=units.layers)
         waits = []
-        real = OffloadAdamW._wait
-        OffloadAdamW._wait = lambda self, unit: (waits.append(bool(unit.updates)), real(self, unit))[1]
+        real = Unit.wait
+        Unit.wait = lambda unit, *where: (waits.append(bool(unit.updates)), real(unit, *where))[1]
         try:
             losses = []
             for _ in range(4):
@@ -151,7 +152,7 @@ def test_a_compiled_layer_waits_for_its_update():
                 optimizer.zero_grad()
                 losses.append(float(loss.detach()))
         finally:
-            OffloadAdamW._wait = real
+            Unit.wait = real
         optimizer.close()
         return losses, sum(waits)
 

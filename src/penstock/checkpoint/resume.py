@@ -9,7 +9,6 @@ of the step, and the order of the data one of seed and epoch, so neither has mor
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +41,7 @@ from penstock.checkpoint.together import save_together
 from penstock.data.loader import Position
 from penstock.engine import Engine
 from penstock.engine.ranks import ALONE, World
-from penstock.errors import CheckpointError, DoesNotFit, OutputError
+from penstock.errors import CheckpointError
 from penstock.offload.kernels import join
 from penstock.offload.shards import local, local_start
 from penstock.recipe import FIELDS, Recipe, to_dict
@@ -141,23 +140,6 @@ def _documents(identity: Identity, position: Position, metrics: Mapping[str, Any
         "position": dataclasses.asdict(position),
     }
     return {"run": run, "rng": rng_state(), "metrics": metrics}
-
-
-@contextmanager
-def disk_advice(run_dir: Path) -> Iterator[None]:
-    """A disk that is full or broken while a run goes on, in words."""
-    try:
-        yield
-    except OSError as error:
-        whole = find(run_dir / CHECKPOINTS)
-        left = f"{whole[0]} is whole: --resume goes on from it." if whole else "No checkpoint was saved before."
-        what = f"the run can no longer be written ({error.strerror})"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise DoesNotFit(what, where=str(run_dir), remedy=f"Free space on the disk. {left}") from error
-        if error.errno in (errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE):
-            remedy = f"See that the disk is there and can be written. {left}"
-            raise OutputError(what, where=str(run_dir), remedy=remedy) from error
-        raise
 
 
 # --- finding ----------------------------------------------------------------------------------------------------------

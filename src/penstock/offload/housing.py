@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from penstock.layout import STREAM_QUEUE, HomeName
 from penstock.offload.formats import StateFormat
 from penstock.offload.homes import Chunk, Home, HostHome, ResidentHome, StreamHome
+from penstock.offload.kernels import split
 from penstock.offload.lanes import Tape
 from penstock.offload.shards import local, local_start
 from penstock.plan.deal import deal
@@ -96,3 +98,17 @@ class Housing:
         """Give back state, arenas and threads."""
         for home, _ in self.homes:
             home.close()
+
+
+@torch.no_grad()
+def round_off(
+    parameters: Sequence[nn.Parameter], dtype: torch.dtype | None, known: Mapping[nn.Parameter, Tensor]
+) -> dict[int, Tensor]:
+    """Round fp32 weights to bf16 if asked; the remainders keep the precision that the weights lose."""
+    remainders = {index: known[p] for index, p in enumerate(parameters) if p in known}
+    for index, p in enumerate(parameters):
+        if dtype is torch.bfloat16 and p.dtype is torch.float32:
+            assert not isinstance(p, DTensor), "FSDP2 has set itself up for the type of a parameter: round before"
+            weight, remainders[index] = split(p.detach().view(-1))
+            p.data = weight.view(p.shape)
+    return remainders

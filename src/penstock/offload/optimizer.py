@@ -23,21 +23,20 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from penstock.errors import RecipeError
 from penstock.hardware import near_cores
 from penstock.layout import DEFAULT_CHUNK, HomeName
 from penstock.offload.auto import choose_homes, need_of
 from penstock.offload.formats import StateName, StateView, format_named
 from penstock.offload.homes import Coefficients, HostHome, Update
-from penstock.offload.housing import Housing
-from penstock.offload.kernels import GO, split
-from penstock.offload.lanes import Mark, Tape, ToHost, main_mark, main_waits
+from penstock.offload.housing import Housing, round_off
+from penstock.offload.kernels import GO
+from penstock.offload.lanes import Mark, Tape, ToHost, main_mark
+from penstock.offload.misuse import Changes, check_parameters, refuse_clipping, refuse_misuse
 from penstock.offload.norm import Norm, Scalars, clip
 from penstock.offload.saved import check_format, read_state, write_state
-from penstock.offload.shards import check_blocks, gather_waits, group_of, local
-from penstock.offload.units import Unit, find_units
+from penstock.offload.shards import check_blocks, group_of, local
+from penstock.offload.units import Unit, attach, find_units
 
 Schedule = Literal["after-norm", "in-backward"]
 
@@ -104,12 +103,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         ranks_here: int = 1,
     ) -> None:
         self.schedule: Schedule = ("after-norm" if max_grad_norm else "in-backward") if schedule == "auto" else schedule
-        if self.schedule == "in-backward" and max_grad_norm:
-            raise RecipeError(
-                "with in-backward the norm is not known when weights are updated",
-                where=f"max_grad_norm = {max_grad_norm}",
-                remedy="Set max_grad_norm to 0, or use the schedule after-norm.",
-            )
+        if self.schedule == "in-backward":
+            refuse_clipping(max_grad_norm)
         trainable = [p for p in model.parameters() if p.requires_grad]
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params if params is not None else trainable, defaults)
@@ -117,9 +112,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         self._group_of = [i for i, g in enumerate(self.param_groups) for p in g["params"] if p.requires_grad]
         self._device = self._parameters[0].device
-        self._check_parameters()
-        rounded_off = self._round_to(working_dtype, remainders or {})
+        check_parameters(self._parameters, self._device)
+        rounded_off = round_off(self._parameters, working_dtype, remainders or {})
         self._norm = Norm([local(p).numel() for p in self._parameters], self._device, group_of(self._parameters[0]))
+        self._changes = Changes(self._norm)
         self._scalars = Scalars(len(self.param_groups), self._device)
         self.states = format_named(states)
         check_blocks(self._parameters, self.states)
@@ -159,50 +155,16 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._passes = [0] * len(self._parameters)  # gradients that came in this step, by parameter
         self._open = False  # a step has begun: its first gradient is final
         self._final: dict[int, Tensor] = {}  # final gradients on the device, by parameter
-        self._changed: ToHost | None = None
-        self._versions: dict[int, int] = {}  # of the final gradients, to see whether someone changed one
         self._sent: set[int] = set()  # parameters whose gradients have all gone down
         self._seen: set[int] = set()  # parameters whose gradients of this step were final
         self._coefficients: Tensor | None = None
         self._keep: list[Tensor] = []  # coefficients that lanes still read
         self.report: StepReport | None = None
-        self._attach(model)
-
-    # ------------------------------------------------------------------ setting up
-
-    def _check_parameters(self) -> None:
-        for p in self._parameters:
-            if p.dtype not in (torch.bfloat16, torch.float32) or p.device != self._device or not p.is_contiguous():
-                raise RecipeError(
-                    f"a parameter of shape {tuple(p.shape)} is {p.dtype} on {p.device}",
-                    where="OffloadAdamW",
-                    remedy="It takes contiguous bf16 and fp32 parameters that are all on one device.",
-                )
-
-    @torch.no_grad()
-    def _round_to(self, dtype: torch.dtype | None, known: Mapping[nn.Parameter, Tensor]) -> dict[int, Tensor]:
-        """Round fp32 weights to bf16 if asked; the remainders keep the precision that the weights lose."""
-        remainders = {index: known[p] for index, p in enumerate(self._parameters) if p in known}
-        for index, p in enumerate(self._parameters):
-            if dtype is torch.bfloat16 and p.dtype is torch.float32:
-                assert not isinstance(p, DTensor), "FSDP2 has set itself up for the type of a parameter: round before"
-                weight, remainders[index] = split(p.detach().view(-1))
-                p.data = weight.view(p.shape)
-        return remainders
-
-    def _attach(self, model: nn.Module) -> None:
-        """Hooks: a unit's forward waits for its update; a final gradient is taken; state_dict waits for everything."""
         self._hooks = [
             model.register_state_dict_pre_hook(lambda *_: self.synchronize()),
             model.register_load_state_dict_post_hook(lambda *_: self._weights_were_set()),
+            *attach(self._units, self._parameters, self._device, self.tape, self._gradient_came),
         ]
-        for unit in self._units:
-            wait = cast(Callable[..., None], lambda *_, unit=unit: self._wait(unit))
-            # First of the module's hooks: FSDP2 gathers the weights in one of its own, and would gather the old ones.
-            self._hooks.append(unit.module.register_forward_pre_hook(wait, prepend=True))
-            for index in unit.parameters:
-                hook = cast(Callable[[Tensor], None], lambda p, i=index, u=unit: self._gradient_came(i, u))
-                self._hooks.append(self._parameters[index].register_post_accumulate_grad_hook(hook))
 
     # ------------------------------------------------------------------ one step
 
@@ -231,55 +193,20 @@ class OffloadAdamW(torch.optim.Optimizer):
     def _gradient_final(self, index: int, unit: Unit) -> None:
         if not self._open:
             self._begin()
-        self._refuse_misuse(index, unit)
+        refuse_misuse(unit, seen=index in self._seen)
         self._seen.add(index)
         gradient = self._parameters[index].grad
         assert gradient is not None
         flat = local(gradient).contiguous().view(-1)
         self._norm.add(index, flat)
-        self._final[index], self._versions[index] = flat, flat._version
+        self._final[index] = flat
+        self._changes.watch(index, flat)
         if self.schedule == "in-backward":
             unit.waiting -= 1
             if unit.waiting == 0:
                 self._update_unit(unit, self._on_host(self._go_if_finite()))
         elif self._overlap:
             self._send_down(index, flat)
-
-    def _refuse_misuse(self, index: int, unit: Unit) -> None:
-        """Two mistakes that would train quietly in a wrong way."""
-        if index in self._seen:
-            raise RecipeError(
-                "a second backward before step()",
-                where="OffloadAdamW",
-                remedy="Put `with optimizer.accumulate():` around the backward of every micro-batch but the last, "
-                "or set micro_batches to their number.",
-            )
-        if unit.updates:
-            raise RecipeError(
-                f"the weights of {type(unit.module).__name__} are used without calling that module",
-                where="OffloadAdamW",
-                remedy="Name the module that is called instead, with units=[...].",
-            )
-
-    def _look_for_changes(self) -> None:
-        """Whether someone changed a gradient after backward, as a loop that clips does. It is read a step later.
-
-        Writing alone is no change: some loops scale by one to learn the norm.
-        """
-        written = [i for i, flat in self._final.items() if flat._version != self._versions[i]]
-        if written:
-            changed = torch.stack([self._norm.differs(i, self._final[i]) for i in written]).any()
-            self._changed = ToHost.of(changed)
-
-    def _refuse_changes(self) -> None:
-        """A gradient that was changed may have been used already, and the norm is that of before."""
-        changed, self._changed = self._changed, None
-        if changed is not None and changed.read():
-            raise RecipeError(
-                "gradients were changed between backward and step()",
-                where="OffloadAdamW",
-                remedy="Let the optimizer clip (its max_grad_norm) and nobody else: Trainer takes max_grad_norm=0.",
-            )
 
     def _go_if_finite(self) -> Tensor:
         """Coefficients that stop the update once a gradient of this step was not finite.
@@ -316,8 +243,8 @@ class OffloadAdamW(torch.optim.Optimizer):
                     self._gradient_final(index, unit)
         if not self._open:  # no gradient arrived: nothing to do, as in torch
             return loss
-        self._refuse_changes()
-        self._look_for_changes()
+        self._changes.refuse()
+        self._changes.look(self._final)
         self._fresh = False
         if self.schedule == "after-norm":
             coefficients = self._scalars.coefficients(self.param_groups)
@@ -341,7 +268,8 @@ class OffloadAdamW(torch.optim.Optimizer):
             unit.waiting = len(unit.parameters)
         self._open, self._coefficients = False, None
         self._passes = [0] * len(self._parameters)
-        for collected in (self._final, self._versions, self._sent, self._seen):
+        self._changes.forget()
+        for collected in (self._final, self._sent, self._seen):
             collected.clear()
 
     def _update_unit(self, unit: Unit, rows: list[Coefficients]) -> None:
@@ -375,16 +303,6 @@ class OffloadAdamW(torch.optim.Optimizer):
             self.synchronize()
         super().zero_grad(set_to_none)
 
-    def _wait(self, unit: Unit) -> None:
-        """The calling thread's stream goes on only after this unit's update."""
-        if unit.updates:
-            with self.tape.on_device("wait"):
-                for update in unit.updates:
-                    mark = update.result()
-                    main_waits(self._device, mark)
-                    gather_waits(unit.module, mark)
-            unit.updates.clear()
-
     def state_bytes(self) -> dict[str, int]:
         """Bytes of state by home."""
         return self._housing.num_bytes(range(len(self._parameters)))
@@ -404,10 +322,10 @@ class OffloadAdamW(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait until every update has been made; weights and state may then be read anywhere."""
         for unit in self._units:
-            self._wait(unit)
+            unit.wait(self._device, self.tape)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._refuse_changes()
+        self._changes.refuse()
 
     # ------------------------------------------------------------------ state, independent of homes and chunking
 

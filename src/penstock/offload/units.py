@@ -1,16 +1,20 @@
-"""Units as the optimizer sees them: which module's forward must wait for which parameters' updates."""
+"""Units as the optimizer sees them: which module's forward must wait for which parameters' updates, and how it does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import RecipeError
-from penstock.offload.lanes import Mark
+from penstock.offload.lanes import Mark, Tape, main_waits
+from penstock.offload.shards import gather_waits
 
 
 @dataclass
@@ -22,6 +26,16 @@ class Unit:
     waiting: int = 0
     """Parameters whose gradients are not final yet."""
     updates: list[Future[Mark]] = field(default_factory=list)
+
+    def wait(self, device: torch.device, tape: Tape) -> None:
+        """The calling thread's stream goes on only after this unit's update."""
+        if self.updates:
+            with tape.on_device("wait"):
+                for update in self.updates:
+                    mark = update.result()
+                    main_waits(device, mark)
+                    gather_waits(self.module, mark)
+            self.updates.clear()
 
 
 def find_units(model: nn.Module, parameters: Sequence[Tensor], units: Iterable[nn.Module] | None) -> list[Unit]:
@@ -55,3 +69,22 @@ def gathered_with(module: nn.Module) -> Iterator[nn.Parameter]:
     for child in module.children():
         if not isinstance(child, FSDPModule):
             yield from gathered_with(child)
+
+
+def attach(
+    units: Iterable[Unit],
+    parameters: Sequence[Tensor],
+    device: torch.device,
+    tape: Tape,
+    came: Callable[[int, Unit], None],
+) -> list[RemovableHandle]:
+    """Hooks: a unit's forward waits for its update, and `came` is told of every gradient, by its parameter's number."""
+    hooks: list[RemovableHandle] = []
+    for unit in units:
+        wait = cast(Callable[..., None], lambda *_, unit=unit: unit.wait(device, tape))
+        # First of the module's hooks: FSDP2 gathers the weights in one of its own, and would gather the old ones.
+        hooks.append(unit.module.register_forward_pre_hook(wait, prepend=True))
+        for index in unit.parameters:
+            hook = cast(Callable[[Tensor], None], lambda p, i=index, u=unit: came(i, u))
+            hooks.append(parameters[index].register_post_accumulate_grad_hook(hook))
+    return hooks

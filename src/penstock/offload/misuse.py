@@ -1,0 +1,93 @@
+"""What a training loop may get wrong with the optimizer: each mistake is refused, since it would train on quietly.
+
+The optimizer calls these where it meets the mistake. Documenting them alone was rejected: a loop that clips by itself,
+or forgets `accumulate()`, still lowers the loss, and nobody would look for the reason why it is worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from penstock.errors import RecipeError
+from penstock.offload.lanes import ToHost
+from penstock.offload.norm import Norm
+from penstock.offload.units import Unit
+
+
+def refuse_clipping(max_grad_norm: float) -> None:
+    """Of the schedule in-backward, which has nothing to clip by."""
+    if max_grad_norm:
+        raise RecipeError(
+            "with in-backward the norm is not known when weights are updated",
+            where=f"max_grad_norm = {max_grad_norm}",
+            remedy="Set max_grad_norm to 0, or use the schedule after-norm.",
+        )
+
+
+def check_parameters(parameters: Iterable[Tensor], device: torch.device) -> None:
+    """Refuse parameters that the kernels cannot take, or that are elsewhere than the first one."""
+    for p in parameters:
+        if p.dtype not in (torch.bfloat16, torch.float32) or p.device != device or not p.is_contiguous():
+            raise RecipeError(
+                f"a parameter of shape {tuple(p.shape)} is {p.dtype} on {p.device}",
+                where="OffloadAdamW",
+                remedy="It takes contiguous bf16 and fp32 parameters that are all on one device.",
+            )
+
+
+def refuse_misuse(unit: Unit, *, seen: bool) -> None:
+    """Two mistakes that would train quietly in a wrong way. `seen`: the gradient was final in this step already."""
+    if seen:
+        raise RecipeError(
+            "a second backward before step()",
+            where="OffloadAdamW",
+            remedy="Put `with optimizer.accumulate():` around the backward of every micro-batch but the last, "
+            "or set micro_batches to their number.",
+        )
+    if unit.updates:
+        raise RecipeError(
+            f"the weights of {type(unit.module).__name__} are used without calling that module",
+            where="OffloadAdamW",
+            remedy="Name the module that is called instead, with units=[...].",
+        )
+
+
+class Changes:
+    """Whether someone changed a gradient between backward and step, as a loop that clips does.
+
+    Writing alone is no change: some loops scale by one to learn the norm. The device finds it out in `look`, and the
+    host reads it a step later.
+    """
+
+    def __init__(self, norm: Norm) -> None:
+        self._norm = norm
+        self._versions: dict[int, int] = {}  # of the final gradients, by parameter
+        self._changed: ToHost | None = None
+
+    def watch(self, index: int, gradient: Tensor) -> None:
+        """A gradient is final from here on."""
+        self._versions[index] = gradient._version
+
+    def look(self, final: Mapping[int, Tensor]) -> None:
+        """Compare the gradients that were written to with what the norm has taken of them."""
+        written = [i for i, flat in final.items() if flat._version != self._versions[i]]
+        if written:
+            changed = torch.stack([self._norm.differs(i, final[i]) for i in written]).any()
+            self._changed = ToHost.of(changed)
+
+    def refuse(self) -> None:
+        """A gradient that was changed may have been used already, and the norm is that of before."""
+        changed, self._changed = self._changed, None
+        if changed is not None and changed.read():
+            raise RecipeError(
+                "gradients were changed between backward and step()",
+                where="OffloadAdamW",
+                remedy="Let the optimizer clip (its max_grad_norm) and nobody else: Trainer takes max_grad_norm=0.",
+            )
+
+    def forget(self) -> None:
+        """The step is over; what was found of it is still to be read."""
+        self._versions.clear()

@@ -1,0 +1,66 @@
+"""A small model with everything that is odd, and a loop that trains it."""
+
+import torch
+from torch import nn
+
+from penstock.offload.optimizer import OffloadAdamW
+
+HOMES = ["gpu", "stream", "host", {"gpu": 0.4, "stream": 0.3, "host": 0.3}]
+
+
+class Net(nn.Module):
+    """Odd sizes, a list of layers, tied weights, a frozen weight, and a weight without gradient."""
+
+    def __init__(self, dtype=torch.bfloat16, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(37, 24)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(24, 41), nn.GELU(), nn.Linear(41, 24)) for _ in range(3))
+        self.norm = nn.LayerNorm(24)
+        self.head = nn.Linear(24, 37, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Parameter(torch.ones(5))
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.to(dtype)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x))
+
+
+def batches(steps, device="cpu", rows=8):
+    gen = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 37, (rows, 9), generator=gen).to(device) for _ in range(steps)]
+
+
+def loss_of(model, ids):
+    return nn.functional.cross_entropy(model(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def run(steps=6, dtype=torch.bfloat16, device="cpu", model=None, data=None, before_step=None, **options):
+    model = model or Net(dtype).to(device)
+    options = {"lr": 3e-3, "max_grad_norm": 0.5, **options}
+    optimizer = OffloadAdamW(model, **options)
+    losses = []
+    for number, ids in enumerate(data or batches(steps, device)):
+        loss = loss_of(model, ids)
+        loss.backward()
+        if before_step:
+            before_step(number, model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    optimizer.synchronize()
+    return model, optimizer, losses
+
+
+def assert_same(a, b):
+    (model_a, optimizer_a, _), (model_b, optimizer_b, _) = a, b
+    for (name, p), q in zip(model_a.named_parameters(), model_b.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    state_a, state_b = optimizer_a.state_dict(), optimizer_b.state_dict()
+    assert torch.equal(state_a["steps"], state_b["steps"])
+    for entry_a, entry_b in zip(state_a["state"], state_b["state"], strict=True):
+        assert all(torch.equal(entry_a[k], entry_b[k]) for k in entry_a)

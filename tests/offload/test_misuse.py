@@ -1,0 +1,61 @@
+"""Loops that would train quietly in a wrong way are refused, and those that only look so are not."""
+
+import pytest
+import torch
+from small_net import Net, assert_same, batches, loss_of, run
+from torch import nn
+
+from penstock.errors import RecipeError
+from penstock.offload.optimizer import OffloadAdamW
+
+
+def test_clipping_in_backward_is_refused():
+    with pytest.raises(RecipeError, match="max_grad_norm"):
+        OffloadAdamW(Net(), max_grad_norm=1.0, schedule="in-backward")
+
+
+@pytest.mark.parametrize("schedule", ["after-norm", "in-backward"])
+def test_a_second_backward_without_accumulate_is_refused(schedule):
+    model = Net()
+    OffloadAdamW(model, max_grad_norm=0.0, schedule=schedule)
+    loss_of(model, batches(1)[0]).backward()
+    with pytest.raises(RecipeError, match="second backward"):
+        loss_of(model, batches(1)[0]).backward()
+
+
+def test_gradients_changed_after_backward_are_refused(device):
+    model = Net().to(device)
+    optimizer = OffloadAdamW(model)
+    loss_of(model, batches(1, device)[0]).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()  # seen on the device; the host hears of it before the next step
+    with pytest.raises(RecipeError, match="gradients were changed between backward and step"):
+        optimizer.synchronize()
+
+
+def test_gradients_that_were_only_measured_are_taken(device):
+    def measure(number, model, optimizer):
+        nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+
+    assert_same(run(device=device, before_step=measure), run(device=device))
+
+
+def test_weights_used_without_calling_their_module_are_refused():
+    class Pairs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in range(2))
+            self.hidden = nn.Linear(8, 8)
+
+        def forward(self, x):
+            for a, b in self.layers:
+                x = b(a(x).relu())
+            return nn.functional.linear(x, self.hidden.weight)
+
+    model = Pairs()
+    optimizer = OffloadAdamW(model, homes="host")
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RecipeError, match="weights of Linear are used without calling"):
+        model(torch.ones(2, 8)).sum().backward()

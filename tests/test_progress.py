@@ -1,0 +1,40 @@
+"""Finished steps: what is said of them, and when they end the run."""
+
+import dataclasses
+import math
+
+import pytest
+
+from penstock.errors import Diverged
+from penstock.machines import H200
+from penstock.plan.report import make_plan
+from penstock.presets import PRESETS
+from penstock.progress import Progress
+from penstock.recipe import Recipe
+from penstock.report.console import Console
+from penstock.report.metrics import StepRow
+
+DEMO = PRESETS["demo"]
+
+
+def test_skips_in_a_row_end_the_run_and_name_the_first():
+    progress = Progress(Recipe(skip_limit=3), 100, Console(quiet=True))
+
+    def row(step, skipped):
+        return StepRow(step, math.nan if skipped else 1.0, 1e-5, math.nan, 10, 5, 0.1, skipped)
+
+    for step, skipped in enumerate([True, True, False, True, True], start=1):
+        progress.row(row(step, skipped))
+    with pytest.raises(Diverged, match=r"step 4: .* 3 steps in a row"):
+        progress.row(row(6, True))
+
+
+def test_after_ten_steps_reality_is_compared_with_the_plan_once(capsys):
+    plan = make_plan(dataclasses.replace(DEMO, dtype="fp32"), dataclasses.replace(H200, name="cpu", gpu_bytes=0))
+    progress = Progress(DEMO, 30, Console(), plan)
+    for step in range(1, 26):
+        progress.row(StepRow(step, 1.0, 1e-5, 1.0, 100, 50, 2 * plan.seconds.step, False))
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("after ")]
+    assert len(said) == 1
+    assert said[0].startswith("after 10 steps: ")
+    assert "(+100%)" in said[0]
