@@ -31,6 +31,7 @@ from penstock.arguments import (
 from penstock.errors import RecipeError, UserError, did_you_mean
 from penstock.presets import PRESETS
 from penstock.recipe import to_dict
+from penstock.words import counted
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -241,7 +242,7 @@ def export(words: list[str]) -> int:
     if args.verify:
         verified = verify_run(Path(args.run), console.say)
         result["verified"] = [{"path": str(found.path), "step": found.step} for found in verified]
-        console.say(f"Every byte is as it was written: {len(verified)} checkpoints")
+        console.say(f"Every byte is as it was written: {counted(len(verified), 'checkpoint')}")
     if args.to:
         export_run(Path(args.run), Path(args.to), shard_size=args.shard_size, say=console.say)
         result["model_dir"] = args.to

@@ -27,6 +27,7 @@ from penstock.plan.report import make_plan, short, with_recompute
 from penstock.probe import known_machine, this_machine
 from penstock.recipe import Recipe, to_dict
 from penstock.report.console import Console
+from penstock.words import counted
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,9 @@ def dry_run(
         run_dir=str(recipe.run_dir),
     )
     console.say(
-        f"Would train {recipe.model} ({recipe.init} weights) on {outlook.device} for {outlook.steps:,} steps of "
-        f"{recipe.batch_size} rows: {outlook.examples:,} examples in {outlook.rows:,} rows an epoch, "
+        f"Would train {recipe.model} ({recipe.init} weights) on {outlook.device} for "
+        f"{counted(outlook.steps, 'step')} of {counted(recipe.batch_size, 'row')}: "
+        f"{counted(outlook.examples, 'example')} in {counted(outlook.rows, 'row')} an epoch, "
         f"{outlook.tokens:,} tokens, {outlook.trained_tokens:,} of them trained on; "
         f"would write {outlook.run_dir}/ and the model to {outlook.run_dir}/model. Nothing was written."
     )

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.data.store import Store, notes, place_name
+from penstock.words import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +40,8 @@ def show(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, examples: int 
     parts.append(Panel(_rows_read(dataset.train.store), title="rows read", title_align="left"))
     if dataset.evaluation:
         held = dataset.evaluation
-        what = f"{held.num_examples:,} examples in {held.num_rows:,} rows, {held.num_trained:,} trained tokens"
+        held_out = f"{counted(held.num_examples, 'example')} in {counted(held.num_rows, 'row')}"
+        what = f"{held_out}, {counted(held.num_trained, 'trained token')}"
         parts.append(Panel(what, title="evaluation", title_align="left"))
         if held.store is not dataset.train.store:
             parts.append(Panel(_rows_read(held.store), title="rows read for evaluation", title_align="left"))
@@ -171,7 +173,7 @@ def _packing(loader: Loader) -> RenderableType:
     rows = loader.packing.row_lengths(loader.store.lengths)
     each = np.diff(loader.packing.offsets)
     facts = Text(
-        f"{loader.num_examples:,} examples in {loader.num_rows:,} rows, {each.mean():.1f} a row "
+        f"{counted(loader.num_examples, 'example')} in {counted(loader.num_rows, 'row')}, {each.mean():.1f} a row "
         f"(at most {each.max()}); steps an epoch: {loader.steps_per_epoch():,}\n"
         f"{loader.num_tokens:,} tokens, {loader.num_trained / loader.num_tokens:.1%} of them trained on; "
         f"the longest row has {rows.max():,}, the rows are {_fill(loader):.1%} full"
@@ -212,6 +214,6 @@ def _histogram(loader: Loader) -> RenderableType:
 
 def _rows_read(store: Store) -> RenderableType:
     counts = store.counts
-    lines = [f"{counts.rows:,} rows, {counts.kept:,} kept; the longest has {counts.longest:,} tokens"]
+    lines = [f"{counted(counts.rows, 'row')}, {counts.kept:,} kept; the longest has {counted(counts.longest, 'token')}"]
     lines += notes(store) or ["nothing truncated, nothing dropped"]
     return Text("\n".join(lines))

@@ -21,6 +21,7 @@ from penstock.plan.predict import Job, Plan, Settings, largest_parts, predict
 from penstock.plan.solve import EVERYTHING, Alternative, Free, alternatives, cheapest_change, flags_between, solve
 from penstock.presets import ARCHITECTURES, PRESETS
 from penstock.recipe import Recipe, parse_homes
+from penstock.words import counted
 
 REFERENCE_GPUS = {
     "llama-8b": 1, "qwen3-14b": 1, "phi-4": 1, "gpt-oss-20b": 1, "seed-oss-36b": 2, "qwen3-30b-a3b": 2, "llama-70b": 4,
@@ -115,11 +116,7 @@ def headline(plan: Plan) -> str:
     recompute = "no recompute" if settings.recompute == "none" else f"recompute {settings.recompute}"
     exact = "exact fp32 state" if settings.states == "fp32" else f"{settings.states} moments"
     clip = "clipped" if plan.job.clip else "not clipped"
-    return f"{exact}, {_rows(settings.micro_batch)} at once, {recompute}, updates {plan.job.schedule} ({clip})"
-
-
-def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{count} rows"
+    return f"{exact}, {counted(settings.micro_batch, 'row')} at once, {recompute}, updates {plan.job.schedule} ({clip})"
 
 
 def _count(number: int) -> str:
@@ -143,7 +140,7 @@ def lines(report: Report) -> list[str]:
     plan, job, machine = report.plan, report.plan.job, report.plan.machine
     found = [
         f"{report.name} on {gpus_in_words(machine, plan.gpus)}: {_count(plan.num_params)} parameters, "
-        f"{_rows(job.batch_size)} of {job.length:,} tokens a step",
+        f"{counted(job.batch_size, 'row')} of {job.length:,} tokens a step",
         f"  {headline(plan)}" + ("" if plan.fits else ": does not fit"),
         *([f"  chosen by the solver: {' '.join(report.flags)}"] if report.flags else []),
         "",
@@ -199,7 +196,10 @@ def _time(plan: Plan, length: RunLength | None) -> list[str]:
     if length is None:
         return [*found, "Whole run: the data is not here, so its length is not known; --max-steps would fix it"]
     clock = timedelta(seconds=round(length.steps * s.step))
-    return [*found, f"Whole run: {length.steps:,} steps, {length.tokens:,} tokens, {clock} ({length.how})"]
+    return [
+        *found,
+        f"Whole run: {counted(length.steps, 'step')}, {counted(length.tokens, 'token')}, {clock} ({length.how})",
+    ]
 
 
 def _other(base: Plan, other: Alternative) -> list[str]:
@@ -229,7 +229,7 @@ def compare(plan: Plan, step_seconds: Sequence[float], gpu_bytes: int, host_byte
         parts.append(_against(f"{gpu_bytes / 1e9:.1f} GB GPU", gpu_bytes, planned, f"{planned / 1e9:.1f}"))
     planned = plan.peak_bytes("host")
     parts.append(_against(f"{host_bytes / 1e9:.1f} GB host", host_bytes, planned, f"{planned / 1e9:.1f}"))
-    return f"after {len(step_seconds)} steps: " + "; ".join(parts)
+    return f"after {counted(len(step_seconds), 'step')}: " + "; ".join(parts)
 
 
 def _against(text: str, real: float, planned: float, number: str) -> str:

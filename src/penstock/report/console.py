@@ -19,6 +19,7 @@ from rich.markup import escape
 
 from penstock.report.metrics import EvalRow, StepRow, Summary
 from penstock.report.panel import Panel, Sources, Working
+from penstock.words import counted
 
 LEAST_COLUMNS = 30
 """A terminal that is narrower gets plain lines."""
@@ -72,7 +73,7 @@ class Console:
     def training(self, name: str, total_steps: int, sources: Sources, earlier: Sequence[StepRow]) -> Iterator[None]:
         """Around the steps: the live panel, or a phase like any other."""
         if not self.live:
-            with self.phase(f"Training {total_steps:,} steps"):
+            with self.phase(f"Training {counted(total_steps, 'step')}"):
                 yield
             return
         panel = Panel(name, total_steps, sources)
