@@ -41,7 +41,9 @@ def test_a_link_stays_a_link(tmp_path):
 
 
 def test_the_recipe_comes_back(tmp_path):
-    recipe = Recipe(output_dir=str(tmp_path / "run"), lr=3e-6, betas=(0.8, 0.9), prompt="Wie geht's?", recompute=3)
+    recipe = Recipe(
+        output_dir=str(tmp_path / "run"), lr=3e-6, betas=(0.8, 0.9), prompt="Wie geht's?", recompute="selected:3"
+    )
     assert run_recipe(make_run_dir(recipe)) == recipe
 
 

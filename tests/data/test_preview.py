@@ -8,6 +8,7 @@ from rich.console import Console
 
 from penstock.data.loader import prepare
 from penstock.data.preview import Tokens, show, summary, visible
+from penstock.words import counted
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_show_has_every_part(data, chatml):
     assert "my.jsonl:31" in text
     assert "1 truncated: " in text
     assert "my.jsonl:32" in text
-    assert f"{data.evaluation.num_examples} examples in {data.evaluation.num_rows} rows" in text
+    assert f"{data.evaluation.num_examples} examples in {counted(data.evaluation.num_rows, 'row')}" in text
 
 
 def test_the_pictures_have_one_bar_for_each_example(data):
