@@ -255,18 +255,21 @@ def run_steps(
         for number, batch in enumerate(batches, start=1):
             engine.accumulate(batch, trained, last=number == len(batches))
         metrics.add(StepFacts(step, lr, tokens, trained), engine.step())
-        stop.number = world.largest(stop.number)  # or one rank would stop and the others wait for it
+        # Ranks agree, or one would stop and the others wait for it. A signal that comes meanwhile is in `stop` and is
+        # seen next time: writing here what they agreed on would lose it.
+        asked = world.largest(stop.number)
         last = step == run.total_steps
         if run.data.evaluation and (last or (recipe.eval_every and step % recipe.eval_every == 0)):
             metrics.settle()
             metrics.add_eval(step, engine.evaluate(run.data.evaluation.of_rank(world.rank, world.size)))
             metrics.start_clock()
-        due = last or stop.number != 0 or (recipe.save_every and step % recipe.save_every == 0)
+        due = last or asked != 0 or (recipe.save_every and step % recipe.save_every == 0)
         if due and recipe.keep:
             metrics.settle()
             save(step, position)
             metrics.start_clock()
-        if due and stop.number:  # a signal that came too late for this step's save waits for the next
+        if due and (asked := asked or world.largest(stop.number)):  # it may have come during the save
+            stop.number = asked
             break
     metrics.settle()
 

@@ -202,6 +202,28 @@ def test_a_signal_in_mid_step_finishes_it_and_saves(server, tmp_path, whole_run,
     assert_same_end(run, whole_run)
 
 
+WHILE_RANKS_AGREE = """
+import os, signal
+from penstock.engine.ranks import World
+largest, calls = World.largest, []
+def interrupted(self, number):
+    agreed = largest(self, number)
+    calls.append(1)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return agreed
+World.largest = interrupted
+"""
+
+
+def test_a_signal_that_comes_while_ranks_agree_is_not_lost(server, tmp_path):
+    """They agreed on none; the next step sees it."""
+    ended = server.train(tmp_path / "run", "--max-steps", "6", "--keep", "2", code=WHILE_RANKS_AGREE)
+    assert ended.code == 143, ended.text
+    assert "step 3 of 6: stopped by SIGTERM" in ended.text
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000003"]
+
+
 def test_without_checkpoints_a_signal_leaves_the_model(server, tmp_path):
     ended = server.train(tmp_path / "run", "--max-steps", "6", "--keep", "0", code=AT_STEP.format(name="SIGTERM"))
     assert ended.code == 143, ended.text

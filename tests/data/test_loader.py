@@ -17,7 +17,7 @@ def make(write, recipe_for, chatml, alpaca_rows):
     """A data set of n rows of varying length."""
 
     def prepared(n=40, tokenizer=chatml, say=lambda _: None, **fields):
-        fields = {"max_length": 256, "batch_size": 3} | fields
+        fields = {"max_length": 256, "batch_size": 3, "compile": False} | fields
         return prepare(recipe_for(write(alpaca_rows(n)), **fields), tokenizer, 10**6, say)
 
     return prepared
