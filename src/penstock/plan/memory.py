@@ -19,8 +19,9 @@ from penstock.recipe import Dial, dials
 CONTEXT_BYTES = 1.3e9
 """What the driver, cuBLAS and loaded kernels take outside of torch's allocator: 150.75 GB of the H200 less what
 `mem_get_info` left for state in the runs of 2026-11-15-h200."""
-PROCESS_BYTES, CPU_PROCESS_BYTES = 1.8e9, 0.5e9
-"""Host memory of a process before any state: 1.80 GB with CUDA (rows.jsonl, floors), 0.5 without (the demo)."""
+PROCESS_BYTES, COMPILER_BYTES, CPU_PROCESS_BYTES = 1.8e9, 0.2e9, 0.5e9
+"""Host memory of a process before any state: 1.80 GB with CUDA, 2.0 with compiled layers (rows.jsonl, floors), 0.5
+without a GPU (the demo)."""
 LOGITS_BYTES = 2**29
 """fp32 logits of one chunk of the loss (`model/loss.py`)."""
 

@@ -33,6 +33,7 @@ from penstock.machines import Machine
 from penstock.plan import speed
 from penstock.plan.deal import deal
 from penstock.plan.memory import (
+    COMPILER_BYTES,
     CONTEXT_BYTES,
     CPU_PROCESS_BYTES,
     PROCESS_BYTES,
@@ -174,7 +175,7 @@ class Plan:
         found += [Buffer(name, device, int(num_bytes)) for name, num_bytes in moment if num_bytes > 0]
         if on_gpu:
             found.append(Buffer("CUDA context", "gpu", int(CONTEXT_BYTES)))
-        found.append(Buffer("process", "host", int(PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES)))
+        found.append(Buffer("process", "host", int(_process_bytes(self.job, self.machine))))
         return found
 
     def peak_bytes(self, where: str) -> int:
@@ -193,11 +194,15 @@ class Plan:
         return disk(self.num_params, state, self.job.dtype_bytes, self.job.keep)
 
 
+def _process_bytes(job: Job, machine: Machine) -> float:
+    return PROCESS_BYTES + job.compiled * COMPILER_BYTES if machine.has_gpu else CPU_PROCESS_BYTES
+
+
 def rooms(job: Job, machine: Machine, gpus: int) -> Room:
     """Bytes for everything but the driver and the reserves, on one GPU and in its share of the host."""
     sharing = min(gpus, machine.gpus_per_host or gpus)
     reserve = HOST_RESERVE if machine.has_gpu else min(HOST_RESERVE, machine.host_bytes // 20)
-    host = (machine.host_bytes - reserve) / sharing - (PROCESS_BYTES if machine.has_gpu else CPU_PROCESS_BYTES)
+    host = (machine.host_bytes - reserve) / sharing - _process_bytes(job, machine)
     if machine.unified:  # one memory for both: what the GPU takes the host has not
         return Room(host - CONTEXT_BYTES, 0.0)
     if not machine.has_gpu:
