@@ -99,18 +99,25 @@ def test_two_ranks_are_stopped_saved_and_taken_up_by_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_to_the_end_from_the_state_of_one(tmp_path):
-    """One rank, then two: the summary is printed once, the model loads, int8 state and its scales are taken over."""
-    run, other = tmp_path / "run", tmp_path / "other"
+def test_a_run_goes_from_two_ranks_to_one_and_back_to_two(tmp_path):
+    """The same rows and the same losses to rounding as on one rank; int8 state and its scales go along."""
+    whole, two, one, other = (tmp_path / name for name in ("whole", "two", "one", "other"))
     shape = TINY.replace("hidden_size=16", "hidden_size=512")
-    words = ["--shape", shape, "--states", "int8", "--max-steps", "4", "--keep", "3", "--save-every", "2", "--json"]
-    assert main([*RUN, *words, "--output-dir", str(run)]) == 0
-    resume = ["--resume", run / "checkpoints" / "step-00000002"]
+    words = ["--shape", shape, "--states", "int8", "--max-steps", "6", "--keep", "3", "--save-every", "2", "--json"]
+    assert main([*RUN, *words, "--output-dir", str(whole)]) == 0
+    first = start(*RUN, *words, "--gpus", "2", "--output-dir", two)
+    _, err = first.communicate(timeout=300)
+    assert first.returncode == 0, err
+    resume = ["--resume", str(two / "checkpoints" / "step-00000002")]
+    assert main([*RUN, *words, "--output-dir", str(one), *resume]) == 0
+    resume = ["--resume", one / "checkpoints" / "step-00000004"]
     process = start(*RUN, *words, "--gpus", "2", "--output-dir", other, *resume)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert json.loads(out)["steps"] == 4
-    assert [row["loss"] for row in rows(other)] == pytest.approx([row["loss"] for row in rows(run)], rel=1e-3)
+    assert json.loads(out)["steps"] == 6
+    for run in (two, one, other):
+        assert [row["tokens"] for row in rows(run)] == [row["tokens"] for row in rows(whole)]
+        assert [row["loss"] for row in rows(run)] == pytest.approx([row["loss"] for row in rows(whole)], rel=1e-3)
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(other / "model")
