@@ -3,7 +3,9 @@
 import pytest
 import torch
 from tiny import SEVEN, packed, tiny_model
+from torch import Tensor
 
+from penstock.model import attention
 from penstock.model.attention import Segments, stock_attention, use_attention
 from penstock.model.compiled import set_compile
 from penstock.model.loss import packed_loss
@@ -114,6 +116,48 @@ def test_compiled_layers_keep_less_when_products_that_widen_are_computed_again(m
     gate_and_up = 2 * len(find_units(tiny_model("llama")).layers)
     assert wide_tensors_kept("none") == gate_and_up
     assert wide_tensors_kept("selected") == 0
+
+
+PACKINGS = (((9, 1, 6), (3, 13)), ((8, 8), (2, 14)), ((1,) * 16, (16,)), ((5, 5, 6), (4, 4, 4, 4)))
+
+
+def graphs_of(model, packings, device="cpu"):
+    """How many graphs were compiled for a step with each packing."""
+    units = find_units(model)
+    use_attention(model, "auto")
+    set_compile(units.layers, True, pytest.fail)
+    torch._dynamo.utils.counters.clear()
+    for rows in packings:
+        batch = packed(rows=rows)
+        tensors = (batch.input_ids, batch.position_ids, batch.target_index, batch.targets)
+        ids, positions, index, targets = (t.to(device) for t in tensors)
+        segments = Segments.of(batch.segments.boundaries, torch.device(device))
+        packed_loss(units, ids, positions, segments, index, targets).backward()
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+def test_a_new_packing_needs_no_new_compilation(monkeypatch):
+    """With an operation in the place of flash attention, which a CPU has not."""
+
+    @torch.library.custom_op("penstock_test::attend", mutates_args=())
+    def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
+        return q + 0 * offsets.sum()
+
+    attend.register_fake(lambda q, k, v, offsets: torch.empty_like(q))
+    attend.register_autograd(lambda context, gradient: (gradient, None, None, None))
+    monkeypatch.setattr("penstock.model.compiled._in_one_piece", lambda layer: True)
+    monkeypatch.setattr(attention, "_one_by_one", lambda q, k, v, segments, *_: attend(q, k, v, segments.offsets))
+    assert graphs_of(tiny_model("llama"), PACKINGS) == 1
+    torch._dynamo.reset()
+    assert graphs_of(tiny_model("llama"), (*PACKINGS, ((16,), (16,)))) == 2, "whole rows are a batch"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
+def test_gpu_packings_share_one_compilation():
+    model = tiny_model("llama").to("cuda", torch.bfloat16)
+    assert graphs_of(model, PACKINGS, "cuda") == 1
 
 
 @pytest.mark.gpu

@@ -63,14 +63,19 @@ class Segments:
 
     @classmethod
     def of(cls, boundaries: Sequence[int], device: torch.device) -> Segments:
-        """Segments from cumulative boundaries: 0 first, the number of tokens last, every start of a row among them."""
+        """Segments from cumulative boundaries: 0 first, the number of tokens last, every start of a row among them.
+
+        Their number is no constant to the compiler, or every packing would be compiled anew until the second.
+        """
         lengths = [end - start for start, end in itertools.pairwise(boundaries)]
         assert boundaries[0] == 0, f"boundaries begin at 0, not {boundaries[0]}"
         assert min(lengths) > 0, f"boundaries must rise: {boundaries}"
         offsets = torch.tensor(boundaries, dtype=torch.int32)
         if device.type == "cuda":  # from pageable memory the copy would wait for all work queued on the GPU
             offsets = offsets.pin_memory()
-        return cls(tuple(boundaries), offsets.to(device, non_blocking=True), max(lengths), len(set(lengths)) == 1)
+        offsets = offsets.to(device, non_blocking=True)
+        torch._dynamo.maybe_mark_dynamic(offsets, 0)
+        return cls(tuple(boundaries), offsets, max(lengths), len(set(lengths)) == 1)
 
 
 _AUTO = "Try --attention auto."
@@ -236,11 +241,13 @@ def _attend(
     q, k, v = (x.transpose(1, 2).reshape(rows * length, -1, x.shape[-1]) for x in (query, key, value))
     scale = head_dim**-0.5 if scaling is None else scaling
     half = query.dtype in (torch.bfloat16, torch.float16)
-    windowed = sliding_window is not None and sliding_window < segments.max_length
+    # A bound that is the same for every packing, or each longest segment would be compiled for.
+    longest = length if torch.compiler.is_compiling() else segments.max_length
+    windowed = sliding_window is not None and sliding_window < longest
     if segments.alike and not windowed and s_aux is None:
         out = _rows(q, k, v, segments.max_length, scale)
     elif query.is_cuda and half and value.shape[-1] == head_dim <= _FLASH_HEAD_DIM:
-        out = _flash(q, k, v, segments, scale, sliding_window, s_aux)
+        out = _flash(q, k, v, segments.offsets, longest, scale, sliding_window if windowed else None, s_aux)
     else:
         out = _one_by_one(q, k, v, segments, scale, sliding_window, s_aux)
     return out.view(rows, length, heads, -1), None
@@ -277,24 +284,20 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor:
 
 
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Flash attention over all segments in one kernel. A window of W tokens reaches W - 1 back."""
-    left = -1 if window is None or window >= segments.max_length else window - 1
+    """Flash attention over all segments in one kernel; none is longer than `longest`. A window reaches W - 1 back."""
+    left = -1 if window is None else window - 1
     if sinks is not None:
-        return flash_with_sinks(q, k, v, sinks, segments.offsets, segments.max_length, scale, left)
-    out = varlen_attn(
-        q,
-        k,
-        v,
-        segments.offsets,
-        segments.offsets,
-        segments.max_length,
-        segments.max_length,
-        scale=scale,
-        window_size=(left, 0),
-        **_GROUPED,
-    )
+        return flash_with_sinks(q, k, v, sinks, offsets, longest, scale, left)
+    out = varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scale, window_size=(left, 0), **_GROUPED)
     assert isinstance(out, Tensor)
     return out
 

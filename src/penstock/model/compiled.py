@@ -35,6 +35,8 @@ from penstock.model.recompute import keeping_narrow, keeping_products
 from penstock.recipe import Dial
 
 Say = Callable[[str], None]
+_MOST_GRAPHS = 32
+"""Of one function, before the compiler gives up: packed rows and whole ones, what is recomputed, kinds of layers."""
 
 
 def set_compile(layers: Sequence[nn.Module], on: bool, say: Say, chosen: Sequence[Dial] = ()) -> list[Dial]:
@@ -54,6 +56,7 @@ def set_compile(layers: Sequence[nn.Module], on: bool, say: Say, chosen: Sequenc
     if not on:
         return list(chosen)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir("compiled")))  # the default is emptied with /tmp
+    torch._dynamo.config.recompile_limit = _MOST_GRAPHS
     # It warns of operations in place in what is computed again; compiled code has none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     attempt, left = _Attempt(say), list[Dial]()
@@ -68,10 +71,9 @@ def set_compile(layers: Sequence[nn.Module], on: bool, say: Say, chosen: Sequenc
 
 @dataclass
 class _Attempt:
-    """What all layers know of the compiler: it works, it does not, or nobody has tried yet."""
+    """What all layers know of the compiler: whether it failed."""
 
     say: Say
-    works: bool = False
     failed: bool = False
 
 
@@ -97,17 +99,13 @@ class _Compiled:
             return self.plain(*args, **kwargs)
         if self._attempt.failed:
             return self._uncompiled(*args, **kwargs)
-        if self._attempt.works:
-            return self._compiled(*args, **kwargs)
         try:
-            result = self._compiled(*args, **kwargs)
+            return self._compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:  # not what the model itself may raise
             first = str(error).strip().splitlines()[0]
             self._attempt.failed = True
             self._attempt.say(f"layers run uncompiled, which is slower: the compiler failed ({first})")
             return self._uncompiled(*args, **kwargs)
-        self._attempt.works = True
-        return result
 
 
 def _in_one_piece(layer: nn.Module) -> bool:
