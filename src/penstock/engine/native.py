@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -76,6 +77,8 @@ class NativeEngine:
         self.packed = PackedModel(model, recipe, say)
         with self._memory_explained():
             trial = try_once(self.packed, recipe)
+        if trial.activation_bytes and pick_compile(recipe, self.packed.device):
+            say(f"layers compiled in {trial.start_seconds:.1f} s; what was made is kept for the next run")
         if trial.activation_bytes:
             say(f"a micro-batch: {trial.activation_bytes / 1e9:.1f} GB of activations, with gradients "
                 f"{trial.kept_bytes / 1e9:.1f} GB; {trial.forward_seconds:.3f} s forward, "
@@ -262,12 +265,14 @@ class Trial:
     """The most at any time, with the gradients kept: less than both sums, as activations go while gradients come."""
     forward_seconds: float
     backward_seconds: float
+    start_seconds: float
+    """Before the one that was timed: compiling, mostly."""
 
 
 def try_once(packed: PackedModel, recipe: Recipe) -> Trial:
     """Forward and backward of a full micro-batch, to see what they need before state takes the rest."""
     if packed.device.type != "cuda":
-        return Trial(0, 0, 0.0, 0.0)
+        return Trial(0, 0, 0.0, 0.0, 0.0)
     batch = full_batch(recipe.rows_at_once, recipe.max_length, packed.model.config.get_text_config().vocab_size)
     parameters = [p for p in packed.model.parameters() if p.requires_grad]
     hooks = [p.register_post_accumulate_grad_hook(drop_gradient) for p in parameters]
@@ -277,12 +282,17 @@ def try_once(packed: PackedModel, recipe: Recipe) -> Trial:
         torch.cuda.synchronize(packed.device)
         return torch.cuda.max_memory_allocated(packed.device) - before
 
+    # Before the one that counts, what packed rows and whole ones need is compiled, and workspaces are made.
+    cuts = (start + recipe.max_length // 3 for start in batch.boundaries[:-1])
+    several = replace(batch, boundaries=tuple(sorted({*batch.boundaries, *cuts})))
+    began = time.perf_counter()
     try:
-        for _ in range(2):  # the first also compiles kernels and makes workspaces
+        for trial in (several, batch, batch) if pick_compile(recipe, packed.device) else (batch, batch):
+            start_seconds = time.perf_counter() - began
             torch.cuda.reset_peak_memory_stats(packed.device)
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
             marks[0].record()
-            loss = packed.loss_sum(batch)
+            loss = packed.loss_sum(trial)
             marks[1].record()
             loss.backward()
             marks[2].record()
@@ -298,7 +308,7 @@ def try_once(packed: PackedModel, recipe: Recipe) -> Trial:
         packed.loss_sum(batch).backward()
         kept_bytes = peak()
         packed.model.zero_grad()
-    return Trial(activation_bytes, kept_bytes, forward, backward)
+    return Trial(activation_bytes, kept_bytes, forward, backward, start_seconds)
 
 
 def full_batch(rows: int, length: int, vocab_size: int) -> MicroBatch:
