@@ -84,6 +84,8 @@ def train(
                     verify_saved(saved, console.say)
         elif resume:
             console.say(f"There is no checkpoint in {run_dir} yet: beginning with step 1")
+        if saved and recipe.recompute == "auto":  # with another one, compiled layers may round in another order
+            run = replace(run, recipe=replace(recipe, recompute=str(saved.recipe["recompute"])))
         run, plan = planned(run, console, world)
         recipe = run.recipe
         with console.phase(f"Loading {recipe.model}") as loading, memory_advice(recipe):

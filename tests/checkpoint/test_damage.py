@@ -8,6 +8,7 @@ import shutil
 import pytest
 from fault_runs import checkpoints, digests, rows
 
+from penstock.checkpoint.run_dir import run_recipe
 from penstock.checkpoint.store import _sealed
 from penstock.checkpoint.tensors import digest_file
 
@@ -194,6 +195,16 @@ def test_what_does_not_change_the_mathematics_may_change(server, run, ended_run,
     assert [path.name for path in checkpoints(tmp_path / "moved")] == ["step-00000003", "step-00000004"]
     assert digests(checkpoints(tmp_path / "moved")[-1]) == digests(checkpoints(ended_run)[-1])
     assert rows(tmp_path / "moved") == rows(ended_run), "also the rows from before it moved"
+
+
+def test_a_resumed_run_recomputes_what_it_did(server, tmp_path):
+    """Compiled layers may round in another order with another recompute, so that `auto` is not chosen anew."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    flags = ["--max-steps", "2", "--save-every", "1", "--keep", "2"]
+    assert server.train(first, *flags, "--recompute", "selected").code == 0
+    ended = server.train(second, *flags, "--resume", checkpoints(first)[0])
+    assert ended.code == 0, ended.text
+    assert run_recipe(second).recompute == "selected"
 
 
 def test_other_data_behind_the_same_name_is_refused_and_the_same_elsewhere_is_not(server, tmp_path):
