@@ -4,10 +4,11 @@ On CUDA (and ROCm, which speaks the same torch calls) a lane is a stream. On a d
 in the order in which it is given, so every schedule can be tested on a CPU.
 
 The copy engine of a direction serves one stream as long as it has work, and streamed state always has: any other copy,
-however small, waits until the last chunk is through (0.7 s a step of qwen3-14b on an H200). So nothing that the model
-waits for is copied on the model's stream while state streams: numbers go in as arguments of kernels (`norm.py`), what
-the host reads leaves on a stream of its own (`ToHost`), and everything large that goes to the device, streamed state,
-weights from `host` and the next batch, is in one queue, where a copy waits only for those that were there before it.
+however small, waits until the last chunk is through (0.7 s a step of qwen3-14b on an H200, the first line of
+benchmarks/results/2026-11-15-h200/timelines.jsonl; the second is as it is here). So nothing that the model waits for is
+copied on the model's stream while state streams: numbers go in as arguments of kernels (`norm.py`), what the host reads
+leaves on a stream of its own (`ToHost`), and everything large that goes to the device, streamed state, weights from
+`host` and the next batch, is in one queue, where a copy waits only for those that were there before it.
 """
 
 from __future__ import annotations
