@@ -98,6 +98,7 @@ def train(
             num_params = sum(p.numel() for p in model.parameters())
             console.say(f"  {num_params / 1e6:,.1f} M parameters on {world.times}{describe(run.device)}")
             per_token = flops_per_token(model, run.data.train.mean_length)
+        with console.phase(f"Making ready to train in mode {recipe.mode}"), memory_advice(recipe):
             engine, before = start_engine(model, remainders, run, saved, console, world)
         first_step = saved.step + 1 if saved else 1
         check_disk(run, engine, first_step, world)

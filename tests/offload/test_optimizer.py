@@ -1,6 +1,7 @@
 """The contracts of the numbers: homes, chunkings, schedules and threads change no bit in any format; AdamW is AdamW."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -336,3 +337,13 @@ def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
     optimizer.step()
     with pytest.raises(ZeroDivisionError):
         optimizer.synchronize()
+
+
+@pytest.mark.parametrize(("homes", "taken"), [("gpu", False), ("stream", True), ({"gpu": 0.5, "host": 0.5}, True)])
+def test_start_up_says_what_host_memory_took(homes, taken):
+    optimizer = OffloadAdamW(nn.Linear(4000, 1000), homes=homes)
+    told = optimizer.describe_host_memory()
+    assert bool(re.fullmatch(r"0\.0\d GB of host memory taken in \d\.\d s, \d+\.\d GB/s", told)) == taken
+    assert taken or told == ""
+    assert ("beside the weights" in optimizer.describe()) == (homes != "stream")
+    optimizer.close()

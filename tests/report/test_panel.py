@@ -115,6 +115,14 @@ def test_without_a_terminal_lines_are_plain(options, capsys):
     assert err.splitlines() == (expected if options.get("json") else [])
 
 
+def test_a_phase_that_takes_a_while_says_how_long_and_how_fast(capsys, monkeypatch):
+    clock = iter([0.0, 0.0, 4.0])  # of the phase, of its line on a terminal, and of its end
+    monkeypatch.setattr("penstock.report.console.time.perf_counter", lambda: next(clock))
+    with Console().phase("Loading x") as phase:
+        phase.num_bytes = 16 * 10**9
+    assert capsys.readouterr().out.splitlines() == ["Loading x", "  Loading x: 4.0 s, 16.0 GB at 4.0 GB/s"]
+
+
 def in_terminal(words, env, *, until, then=None, limit=150):
     """Run the command in a terminal of its own; everything it wrote, and its exit code."""
     child, terminal = pty.fork()

@@ -107,7 +107,9 @@ class NativeEngine:
             ranks_here=world.local_size,
         )
         of_rank = f"rank {world.rank} of {world.size}: " if world.many else ""
-        say(f"{of_rank}{self.optimizer.describe()}")
+        for line in (self.optimizer.describe_host_memory(), self.optimizer.describe()):
+            if line:
+                say(f"{of_rank}{line}")
         self._loss = torch.zeros((), device=self.packed.device)
 
     def begin(self, lr: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ class Arena:
                 where="host memory",
                 remedy="Try --states bf16 or int8, keep more of it on the GPU (--homes), or free host memory.",
             )
+        began = time.perf_counter()
         mapped = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapped.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to fault and to register
@@ -43,6 +45,7 @@ class Arena:
         if pinned:
             self._register()
         self._unpin = weakref.finalize(self, _unregister, self._memory.data_ptr()) if pinned else None
+        self.pinned, self.seconds = pinned, time.perf_counter() - began
         self._used = 0
 
     def cut(self, num_bytes: int) -> Tensor:

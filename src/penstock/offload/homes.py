@@ -81,6 +81,10 @@ class Home(Protocol):
 
     name: str
 
+    @property
+    def arena(self) -> Arena | None:
+        """The host memory it took, if any."""
+
     def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
         """The gradient will not change any more in this step."""
 
@@ -101,6 +105,7 @@ class ResidentHome:
     """`gpu`: state beside the weights."""
 
     name = "gpu"
+    arena = None
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device, tape: Tape) -> None:
         self._lane = Lane("update", device, tape, urgent=True)
@@ -156,8 +161,8 @@ class StreamHome:
         cores: Sequence[int],
         most_waiting: int = 0,
     ) -> None:
-        self._arena = Arena(sum(padded(c.state_bytes) for c in chunks), pinned=device.type == "cuda", cores=cores)
-        self._state = {c: self._arena.cut(c.state_bytes) for c in chunks}
+        self.arena = Arena(sum(padded(c.state_bytes) for c in chunks), pinned=device.type == "cuda", cores=cores)
+        self._state = {c: self.arena.cut(c.state_bytes) for c in chunks}
         slot_bytes = max((c.state_bytes for c in chunks), default=0)
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
         self._free = [main_mark(device)] * NUM_SLOTS
@@ -218,7 +223,7 @@ class StreamHome:
         self._order.shutdown()
         self._state.clear()
         self._slots.clear()
-        self._arena.close()
+        self.arena.close()
 
 
 @dataclass(frozen=True)
@@ -239,7 +244,7 @@ class HostHome:
         self._device, self._mirrored, self._tape = device, device.type == "cuda", tape
         itemsize = {c: c.dtype.itemsize if self._mirrored else 0 for c in chunks}
         total = sum(padded(c.state_bytes) + 2 * padded(c.size * itemsize[c]) for c in chunks)
-        self._arena = Arena(total, pinned=self._mirrored, cores=cores)
+        self.arena = Arena(total, pinned=self._mirrored, cores=cores)
         self._copies = {c: self._place(c) for c in chunks}
         self._down, self._up = Lane("down", device, tape), Lane("up", device, tape, to_device=True)
         self._arrived: dict[Chunk, Mark] = {}
@@ -247,10 +252,10 @@ class HostHome:
         self._order = ThreadPoolExecutor(1, "penstock-host")  # takes chunks in the order given, one after another
 
     def _place(self, chunk: Chunk) -> _HostCopy:
-        state = self._arena.cut(chunk.state_bytes)
+        state = self.arena.cut(chunk.state_bytes)
         if not self._mirrored:
             return _HostCopy(state, None, None)
-        weight, gradient = (self._arena.cut(chunk.size * chunk.dtype.itemsize).view(chunk.dtype) for _ in range(2))
+        weight, gradient = (self.arena.cut(chunk.size * chunk.dtype.itemsize).view(chunk.dtype) for _ in range(2))
         return _HostCopy(state, weight, gradient)
 
     def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
@@ -302,4 +307,4 @@ class HostHome:
         self._order.shutdown()
         self._pool.close()
         self._copies.clear()
-        self._arena.close()
+        self.arena.close()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.layout import STREAM_QUEUE, HomeName
+from penstock.offload.arena import Arena
 from penstock.offload.formats import StateFormat
 from penstock.offload.homes import Chunk, Home, HostHome, ResidentHome, StreamHome
 from penstock.offload.kernels import split
@@ -93,6 +94,10 @@ class Housing:
             name = self.home_of[chunk].name
             found[name] = found.get(name, 0) + chunk.state_bytes
         return found
+
+    def arenas(self) -> list[Arena]:
+        """The host memory that was taken."""
+        return [home.arena for home, _ in self.homes if home.arena is not None]
 
     def close(self) -> None:
         """Give back state, arenas and threads."""

@@ -313,11 +313,21 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def describe(self) -> str:
         """Where state lives, in words."""
-        parts = {home: f"{size / 1e9:,.2f} GB {home}" for home, size in self.state_bytes().items()}
+        words = {} if self._device.type == "cuda" else {"gpu": "beside the weights"}
+        parts = {home: f"{size / 1e9:,.2f} GB {words.get(home, home)}" for home, size in self.state_bytes().items()}
         if "host" in parts:
             parts["host"] += f" (cores: {len(self._cores)})"
         overlap = "" if self._overlap else ", without overlap"
         return f"optimizer state in {self.states.name}: {', '.join(parts.values())}; schedule {self.schedule}{overlap}"
+
+    def describe_host_memory(self) -> str:
+        """How much of it the homes took, and how fast it was ready; nothing if all state is on the device."""
+        arenas = self._housing.arenas()
+        if not arenas:
+            return ""
+        gigabytes, seconds = sum(a.num_bytes for a in arenas) / 1e9, sum(a.seconds for a in arenas)
+        did = "pinned" if arenas[0].pinned else "taken"
+        return f"{gigabytes:,.2f} GB of host memory {did} in {seconds:.1f} s, {gigabytes / seconds:.1f} GB/s"
 
     def synchronize(self) -> None:
         """Wait until every update has been made; weights and state may then be read anywhere."""

@@ -65,8 +65,8 @@ class Console:
             yield phase
         seconds = time.perf_counter() - start
         if seconds >= 2:
-            rate = f", {phase.num_bytes / 1e9:.1f} GB at {phase.num_bytes / seconds / 1e9:.1f} GB/s"
-            said = rate if phase.num_bytes and self.live else ""
+            gigabytes = phase.num_bytes / 1e9
+            said = f", {gigabytes:.1f} GB at {gigabytes / seconds:.1f} GB/s" if gigabytes else ""
             self.rich.print(f"[dim]  {escape(title)}: {seconds:.1f} s{said}[/dim]")  # phases may lie in one another
 
     @contextmanager
