@@ -48,9 +48,12 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signa
 """Fewer key than query heads must be allowed by name since torch 2.13; before, the kernel simply took them."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Segments:
-    """Where examples begin and end in a batch of rows laid end to end."""
+    """Where examples begin and end in a batch of rows laid end to end.
+
+    Not frozen: torch 2.11 holds every value in a frozen one for a constant, and compiles each packing anew.
+    """
 
     boundaries: tuple[int, ...]
     """From 0 to the number of tokens, on the host: loops over segments need no copy from the GPU."""
