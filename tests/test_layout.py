@@ -56,10 +56,10 @@ def allocated(optimizer, model):
         if isinstance(home, ResidentHome):
             found["resident state"] = sum(state.nbytes for state in home._state.values())
         elif isinstance(home, StreamHome):
-            found["streamed state"] = home._arena.num_bytes
+            found["streamed state"] = home.arena.num_bytes
             found["staging"] = sum(slot.nbytes for slot in home._slots)
         elif isinstance(home, HostHome):
-            found["host state"] = home._arena.num_bytes
+            found["host state"] = home.arena.num_bytes
     return found
 
 

@@ -83,11 +83,23 @@ def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]
     if machine is None or world.many:  # the exchange between ranks is not measured
         return run, None
     try:
-        plan = make_plan(run.recipe, machine)
+        plan = make_plan(as_long_as_its_rows(run), machine)
     except UserError:
         return run, None
     console.say(short(plan) if plan.fits else "planned: does not fit; `penstock plan` says what would. Trying anyway.")
     return run, plan
+
+
+def as_long_as_its_rows(run: Run) -> Recipe:
+    """For the plan: layers that are not compiled compute no padding, and few or short examples fill no whole step."""
+    if run.recipe.compile:
+        return run.recipe
+    rows = run.data.train
+    return replace(
+        run.recipe,
+        batch_size=min(run.recipe.batch_size, rows.num_rows),
+        max_length=min(run.recipe.max_length, -(-rows.num_tokens // rows.num_rows)),
+    )
 
 
 @dataclass(frozen=True)

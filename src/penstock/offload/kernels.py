@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.offload.formats import StateView
-from penstock.offload.moments import read_moments, write_moments
+from penstock.offload.moments import exact_root, read_moments, write_moments
 
 SPAN_ROWS, SPAN_LANES = 64, 1024
 SPAN = SPAN_ROWS * SPAN_LANES
@@ -55,7 +55,7 @@ def adamw_reference_(weight: Tensor, gradient: Tensor, state: StateView, coeffic
     first = first * c[BETA1] + g * c[BETA1_REST]
     second = second * c[BETA2] + (g * g) * c[BETA2_REST]
     write_moments(state, first, second, c[SEED])
-    denominator = second.sqrt() / c[ROOT_CORRECTION2] + c[EPS]
+    denominator = exact_root(second) / c[ROOT_CORRECTION2] + c[EPS]
     master = master * c[DECAY] - c[STEP_SIZE] * (first / denominator)
     if weight.dtype is torch.bfloat16:
         rounded, remainder = split(master)

@@ -95,7 +95,7 @@ def _scales(values: Tensor) -> Tensor:
 def _first_codes(values: Tensor, scale: Tensor, random: Tensor) -> Tensor:
     inverse = _spread(_inverse(torch.where(scale > 0, scale, 1.0)), values.numel())
     share = _at_most_one(values.abs() * inverse)
-    below = (share.sqrt() * FIRST_CODES).to(torch.int32).clamp(max=FIRST_CODES - 1)
+    below = (exact_root(share) * FIRST_CODES).to(torch.int32).clamp(max=FIRST_CODES - 1)
     low, high = below.float() * (1 / FIRST_CODES), (below + 1).float() * (1 / FIRST_CODES)
     code = below + _goes_up(share, low * low, high * high, random)
     return torch.where(values < 0, -code, code).to(torch.int8)
@@ -105,8 +105,8 @@ def _second_codes(values: Tensor, scale: Tensor, random: Tensor) -> Tensor:
     n, divisor = values.numel(), torch.where(scale > 0, scale, 1.0)
     share = _at_most_one(values * _spread(_inverse(divisor), n))
     # The root of the value is at hand from the update, and one of the scale does for the block: one root, not two.
-    root = _at_most_one(values.sqrt() * _spread(_inverse(divisor.sqrt()), n))
-    below = (root.sqrt() * SECOND_CODES).to(torch.int32).clamp(max=SECOND_CODES - 1)
+    root = _at_most_one(exact_root(values) * _spread(_inverse(exact_root(divisor)), n))
+    below = (exact_root(root) * SECOND_CODES).to(torch.int32).clamp(max=SECOND_CODES - 1)
     low, high = below.float() * (1 / SECOND_CODES), (below + 1).float() * (1 / SECOND_CODES)
     low, high = low * low, high * high
     code = below + _goes_up(share, low * low, high * high, random)
@@ -122,6 +122,14 @@ def _goes_up(share: Tensor, low: Tensor, high: Tensor, random: Tensor) -> Tensor
 def _at_most_one(x: Tensor) -> Tensor:
     """Also for infinity and NaN, which have no code of their own."""
     return torch.where(x < 1, x, 1.0)
+
+
+def exact_root(x: Tensor) -> Tensor:
+    """The fp32 root nearest to the true one. torch's own may be MKL's, whose last bit depends on the CPU.
+
+    By way of fp64: its error there is far smaller than the distance of any root of an fp32 number from a tie.
+    """
+    return x.double().sqrt().float()
 
 
 def _inverse(x: Tensor) -> Tensor:

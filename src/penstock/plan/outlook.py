@@ -56,7 +56,7 @@ def run_length(recipe: Recipe) -> RunLength | None:
         return _fixed(recipe)
     share = recipe.data_percent / 100 * (1 - recipe.validation)
     rows = share * (tokens / (recipe.max_length * PACKED) if recipe.packing else examples)
-    steps = max(1, math.ceil(recipe.epochs * math.ceil(rows) / recipe.batch_size))
+    steps = max(1, math.ceil(recipe.epochs * math.ceil(rows / recipe.batch_size)))  # the last of an epoch is smaller
     if recipe.max_steps and recipe.max_steps < steps:
         return _fixed(recipe)
     return RunLength(steps, int(tokens * share * recipe.epochs), how)

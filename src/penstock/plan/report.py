@@ -99,12 +99,12 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
 
 def make_report(recipe: Recipe, machine: Machine, gpus: int = 1, *, best: bool = False) -> Report:
     """The plan, the whole run, and what else could be done. `best`: format, micro-batch and recompute are free."""
-    plan, flags = make_plan(recipe, machine, gpus), tuple[str, ...]()
-    chosen = solve(plan.job, machine, gpus) if best else None
-    if chosen is not None:
-        plan, flags = chosen, flags_between(plan, chosen)
-    others = tuple(alternatives(plan)) if plan.fits else ()
-    return Report(recipe.name, plan, run_length(recipe), others, flags)
+    stated = plan = make_plan(recipe, machine, gpus)
+    if best:
+        plan = solve(plan.job, machine, gpus) or plan
+    found = alternatives(plan) if plan.fits else []
+    others = tuple(replace(other, flags=flags_between(stated, other.plan)) for other in found)
+    return Report(recipe.name, plan, run_length(recipe), others, flags_between(stated, plan))
 
 
 # --- for people ---------------------------------------------------------------------------------------------------
@@ -275,8 +275,8 @@ def _elsewhere(plan: Plan, command: Sequence[str]) -> str:
 
 
 def with_flags(words: Sequence[str], flags: Sequence[str]) -> str:
-    """The command with these flags, in place of what was said before."""
-    kept = without_flags(words, [flag.split()[0] for flag in flags])
+    """The command with these flags, in place of what was said before; they are chosen, so that `--best` is not."""
+    kept = without_flags([word for word in words if word != "--best"], [flag.split()[0] for flag in flags])
     return " ".join([shlex.join(kept), *flags])
 
 
