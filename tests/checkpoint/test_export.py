@@ -4,9 +4,9 @@ from importlib.resources import files
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from penstock.checkpoint.export import _compare, export
+from penstock.checkpoint.export import PROBE, _compare, export, logits_of
 from penstock.errors import CheckpointError, OutputError
 
 DEMO = str(files("penstock.demo") / "model")
@@ -53,3 +53,17 @@ def test_an_end_token_that_differs_is_found(tmp_path, model, tokenizer):
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 7}))
     with pytest.raises(CheckpointError, match="end token differs"):
         _compare(model, tokenizer, tmp_path / "out")
+
+
+def test_the_attention_that_was_trained_with_is_compared_with_itself(tmp_path, tokenizer):
+    """In bf16 another attention rounds otherwise, by more than the comparison allows."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(DEMO, num_hidden_layers=4, initializer_range=0.3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    ids = torch.tensor([tokenizer(PROBE)["input_ids"]])
+    logits = {}
+    for name in ("sdpa", "eager"):
+        model.set_attn_implementation(name)
+        logits[name] = logits_of(model, ids)
+    assert not torch.allclose(logits["sdpa"], logits["eager"], rtol=0, atol=float(logits["sdpa"].abs().max()) * 2**-8)
+    export(model, tokenizer, tmp_path / "out")

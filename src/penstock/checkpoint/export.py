@@ -111,7 +111,11 @@ def _compare(
         if torch.cuda.mem_get_info(device)[0] < 1.1 * num_bytes + 2**30:
             device = torch.device("cpu")
     again = AutoModelForCausalLM.from_pretrained(
-        written, dtype=model.dtype, device_map={"": device}, trust_remote_code=trust_remote_code
+        written,
+        dtype=model.dtype,
+        device_map={"": device},
+        attn_implementation=model.config._attn_implementation,
+        trust_remote_code=trust_remote_code,
     )
     weights = dict(model.named_parameters())
     for name, weight in again.named_parameters():
