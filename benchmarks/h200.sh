@@ -5,10 +5,7 @@
 #   OUT=out benchmarks/h200.sh host "300 llama-8b --micro-batch-size 1 --recompute none" \
 #     "560 llama-8b --against deepspeed,torchao,flashoptim --timeout 150 --steps 4"
 #
-# .gpu-wheels/ (not in the repository) is for a machine without a network. Beside torch, transformers, pyarrow, rich,
-# psutil, PyYAML and pytest it takes: tyro, docstring_parser, typeguard; hypothesis, sortedcontainers for the tests; and
-# for the peers torchao, flashoptim, and deepspeed (a wheel built with DS_BUILD_OPS=0) with einops, hjson, msgpack,
-# ninja, py-cpuinfo, pydantic, pydantic_core, annotated_types, typing_inspection, typing_extensions.
+# On a machine without a network, .gpu-wheels/ (made by wheels.sh elsewhere, not in the repository) brings what it lacks.
 set -u
 cd "$(dirname "$0")/.."
 : "${OUT:=out}"
@@ -16,7 +13,6 @@ export OUT
 mkdir -p "$OUT"
 export PATH="$PWD/build/pkgs/bin:$PATH"  # DeepSpeed compiles its CPU Adam with ninja
 export PYTHONPATH=src:build/pkgs PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True HF_HUB_OFFLINE=1
-# A machine without a network takes what it lacks from wheels brought along.
 [ -d .gpu-wheels ] && pip install -q --no-index --no-deps --target build/pkgs .gpu-wheels/*.whl > "$OUT/pip.log" 2>&1
 suffix=$(python3 -c 'import importlib.machinery as m; print(m.EXTENSION_SUFFIXES[0])')
 gcc -O3 -ffp-contract=off -fno-math-errno -shared -fPIC -o "src/penstock/offload/_host_kernel$suffix" \

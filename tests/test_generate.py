@@ -23,7 +23,7 @@ from penstock.train import train
 def run_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("chat") / "run"
     recipe = dataclasses.replace(
-        PRESETS["demo"], output_dir=str(directory), max_steps=1, batch_size=1, keep=0, prompt=None
+        PRESETS["demo"], output_dir=str(directory), max_steps=1, batch_size=1, keep=0, prompt=None, dtype="fp32"
     )
     train(recipe, Console(quiet=True))
     return directory
