@@ -81,7 +81,9 @@ def main(data, tokenizer, preset, *settings):
         "ratio": found["packed_trained_tokens_per_s"] / found["padded_trained_tokens_per_s"],
         "versions": f"torch {torch.__version__}",
     }  # fmt: skip
-    with (Path(os.environ.get("OUT", ".")) / "packing.jsonl").open("a") as file:
+    out = Path(os.environ.get("OUT", "."))
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "packing.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     print(json.dumps(row, indent=1))
 

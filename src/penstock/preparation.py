@@ -14,7 +14,7 @@ import torch
 import yaml
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from penstock.checkpoint.resume import check_same_run, find_start, goes_on_in, verify_saved
+from penstock.checkpoint.resume import as_begun, check_same_run, find_start, goes_on_in, verify_saved
 from penstock.checkpoint.run_dir import check_run_dir
 from penstock.data.loader import Dataset, prepare
 from penstock.engine.deepspeed_start import can_save, check_deepspeed
@@ -122,7 +122,7 @@ def dry_run(
     console.say(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True).rstrip())
     check_run_dir(recipe.run_dir, overwrite=overwrite or goes_on_in(recipe.run_dir, resume))
     saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
-    run = prepare_run(recipe, console, resume=bool(resume))
+    run = prepare_run(as_begun(recipe, saved), console, resume=bool(resume))
     if saved:
         check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
         verify_saved(saved, console.say)

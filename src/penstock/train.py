@@ -18,6 +18,7 @@ from penstock.checkpoint.lock import claim
 from penstock.checkpoint.resume import (
     Identity,
     Saved,
+    as_begun,
     check_same_model,
     check_same_run,
     find_start,
@@ -75,7 +76,7 @@ def train(
         if recipe.bind_cores:
             bind(world, device)
         saved = world.share(lambda: find_start(run_dir, resume, overwrite=overwrite))
-        run = prepare_run(recipe, console, world, resume=bool(resume))
+        run = prepare_run(as_begun(recipe, saved), console, world, resume=bool(resume))
         recipe = run.recipe
         if saved:
             check_same_run(saved, recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
@@ -84,8 +85,6 @@ def train(
                     verify_saved(saved, console.say)
         elif resume:
             console.say(f"There is no checkpoint in {run_dir} yet: beginning with step 1")
-        if saved and recipe.recompute == "auto":  # with another one, compiled layers may round in another order
-            run = replace(run, recipe=replace(recipe, recompute=str(saved.recipe["recompute"])))
         run, plan = planned(run, console, world)
         recipe = run.recipe
         with console.phase(f"Loading {recipe.model}") as loading, memory_advice(recipe):

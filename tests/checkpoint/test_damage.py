@@ -197,6 +197,17 @@ def test_what_does_not_change_the_mathematics_may_change(server, run, ended_run,
     assert rows(tmp_path / "moved") == rows(ended_run), "also the rows from before it moved"
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_resumed_run_keeps_its_precision_whatever_this_machine_would_choose(server, tmp_path, dtype):
+    first, second = tmp_path / "first", tmp_path / "second"
+    flags = ["--max-steps", "2", "--save-every", "1", "--keep", "2"]
+    assert server.train(first, *flags, "--dtype", dtype).code == 0
+    ended = server.train(second, *flags, "--resume", checkpoints(first)[0])
+    assert ended.code == 0, ended.text
+    assert run_recipe(second).dtype == dtype
+    assert digests(checkpoints(second)[-1]) == digests(checkpoints(first)[-1])
+
+
 def test_a_resumed_run_recomputes_what_it_did(server, tmp_path):
     """Compiled layers may round in another order with another recompute, so that `auto` is not chosen anew."""
     first, second = tmp_path / "first", tmp_path / "second"

@@ -60,6 +60,8 @@ BY_CONTENT = {"model", "revision", "tokenizer", "data", "data_split", "eval_data
 """Fields that only say where something is: what is there is compared instead."""
 FIXED = {"dtype", "init", "shape", "states", "engine"}
 """Fields that decide what tensors there are; no flag makes these fit."""
+AS_BEGUN = {"dtype", "recompute"}
+"""Fields whose `auto` is not chosen anew: compiled layers may round in another order with another recompute."""
 
 Say = Callable[[str], None]
 
@@ -225,6 +227,14 @@ class Difference:
 
     def __str__(self) -> str:
         return f"{self.field} was {self.then!r}, is {self.now!r}"
+
+
+def as_begun(recipe: Recipe, saved: Saved | None) -> Recipe:
+    """A resumed run goes on with what `auto` was when it began, as another machine may choose otherwise."""
+    begun = {name: value for name, value in (saved.recipe if saved else {}).items() if name in AS_BEGUN}
+    return dataclasses.replace(
+        recipe, **{name: value for name, value in begun.items() if getattr(recipe, name) == "auto"}
+    )
 
 
 def check_same_run(saved: Saved, recipe: Recipe, total_steps: int, data: str, *, anyway: bool) -> None:
