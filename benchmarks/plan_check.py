@@ -1,4 +1,4 @@
-"""A table of plans against benches: reads plan-N.json and bench-N/rows.jsonl as `plan_check.sh` leaves them."""
+"""A table of plans against benches: reads plans.jsonl and rows.jsonl as `plan_check.sh` leaves them."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from pathlib import Path
 LIMITS = {"GPU GB": 0.05, "host GB": 0.05, "step s": 0.15}
 
 
-def rows_of(directory: Path, number: int) -> list[dict]:
-    path = directory / f"bench-{number}" / "rows.jsonl"
-    if not path.exists():
-        return []
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if row["system"] == "penstock"]
+def row_of(plan: dict, rows: list[dict]) -> dict | None:
+    """The last row with the settings of the plan."""
+    settings = {"model": plan["recipe"], "schedule": plan["schedule"], **plan["settings"]}
+    same = [row for row in rows if row["system"] == "penstock" and settings.items() <= row.items()]
+    return same[-1] if same else None
 
 
 def compared(plan: dict, row: dict) -> dict[str, tuple[float, float]]:
-    return {
+    both = {
         "GPU GB": (plan["gpu_bytes"] / 1e9, row["gpu_bytes"] / 1e9),
         "host GB": (plan["host_bytes"] / 1e9, row["host_bytes"] / 1e9),
         "step s": (plan["seconds"]["step"], row["step_s"]),
     }
+    return {name: pair for name, pair in both.items() if pair[1]}  # a machine without a GPU holds nothing there
 
 
 def table(directory: Path) -> list[str]:
+    plans, rows = (
+        [json.loads(line) for line in (directory / name).read_text(encoding="utf-8").splitlines()]
+        for name in ("plans.jsonl", "rows.jsonl")
+    )
     found = [f"{'':<34}{'':<9}{'planned':>10}{'measured':>10}{'off by':>9}"]
-    for path in sorted(directory.glob("plan-*.json")):
-        text = path.read_text(encoding="utf-8")
-        plan = json.loads(text) if text.strip() else None
-        rows = rows_of(directory, int(path.stem.split("-")[1]))
-        if plan is None or not rows or rows[-1]["step_s"] is None:
-            error = rows[-1]["error"] if rows else "no row"
-            found.append(f"{plan['recipe'] if plan else path.stem:<34}{error or 'no plan'}")
+    for number, plan in enumerate(plans, start=1):
+        row = row_of(plan, rows) if plan else None
+        if row is None or row["step_s"] is None:
+            why = (row["error"] if row else "no row with these settings") if plan else "no plan"
+            found.append(f"{plan['recipe'] if plan else f'job {number}':<34}{why}")
             continue
-        row, settings = rows[-1], plan["settings"]
-        name = f"{plan['recipe']} {plan['schedule']} {settings['states']}"
+        name = f"{plan['recipe']} {plan['schedule']} {plan['settings']['states']}"
         for what, (planned, measured) in compared(plan, row).items():
             off = planned / measured - 1
             mark = "" if abs(off) <= LIMITS[what] else "  over the limit"
