@@ -61,6 +61,11 @@ class Machine:
         """False for a CPU."""
         return self.gpu_bytes > 0 or self.unified
 
+    @property
+    def one_memory(self) -> bool:
+        """Whether every home lies in the same memory as the weights."""
+        return self.unified or not self.has_gpu
+
 
 @dataclass(frozen=True)
 class Peak:

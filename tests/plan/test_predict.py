@@ -108,15 +108,32 @@ def test_fixed_homes_are_taken_as_they_are():
 
 def test_without_a_gpu_everything_is_on_the_host():
     cpu = dataclasses.replace(H200, name="cpu", gpu_bytes=0)
-    plan = predict(Job(TINY, 4, 64, dtype_bytes=4), Settings("fp32", 4, "none"), cpu)
+    settings = Settings("fp32", 4, "none")
+    plan = predict(Job(TINY, 4, 64, dtype_bytes=4), settings, cpu)
     assert plan.fits
     assert {b.place for b in plan.buffers} == {"host"}
+    for job in (
+        Job(TINY, 4, 64, dtype_bytes=4, homes=(("stream", 1.0),)),
+        Job(TINY, 4, 64, dtype_bytes=4, overlap=False),
+    ):
+        named = predict(job, settings, cpu)
+        assert named.fits
+        staging = sum(b.num_bytes for b in named.buffers if b.name == "staging")
+        assert named.peak_bytes("host") == plan.peak_bytes("host") + staging, "there is one place for all homes"
+        assert named.seconds.link == 0, "and nothing to cross"
+
+
+def test_one_memory_holds_all_homes_together():
+    mi300a, settings = MACHINES["mi300a"], Settings("fp32", 1, "full")
+    assert predict(Job(LLAMA_8B, 4, 4096, homes=(("stream", 1.0),)), settings, mi300a).fits
+    copies = predict(Job(LLAMA_8B, 4, 4096, homes=(("host", 1.0),)), settings, mi300a)
+    assert not copies.fits, "weights and gradients are there twice"
 
 
 def test_the_largest_parts_come_first():
     plan = predict(Job(QWEN3_14B, 4, 4096), Settings("fp32", 4, "full"), MACHINES["rtx4090"])
     assert not plan.fits
-    parts = largest_parts(plan, "gpu")
+    parts = largest_parts(plan, ["gpu"])
     assert parts[0] == Buffer("weights", "gpu", 29536614400)
     assert [p.num_bytes for p in parts] == sorted((p.num_bytes for p in parts), reverse=True)
 

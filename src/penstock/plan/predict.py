@@ -6,6 +6,7 @@ and times. Every figure is for one GPU; several of them hold a share each of wei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -236,8 +237,9 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     extra = sharded_bytes(a, b) if gpus > 1 else 0.0
     free = Room(room.gpu_bytes - b * num_params - extra, room.host_bytes)
     sharing = min(gpus, machine.gpus_per_host or gpus)
-    rates = Rates(machine.link_bytes_per_s, machine.host_params_per_s / sharing)
-    placement = _placement(job, need, free, rates, settings.states) if room.host_bytes >= 0 else None
+    link = machine.link_bytes_per_s if machine.has_gpu else math.inf  # without a GPU there is nothing to cross
+    rates = Rates(link, machine.host_params_per_s / sharing)
+    placement = _placement(job, need, free, rates, settings.states, machine) if room.host_bytes >= 0 else None
     fits = placement is not None
     if placement is None:
         placement = Placement(0, 0, need.num_params, 0.0) if leaves else Placement(0, need.num_params, 0, 0.0)
@@ -269,26 +271,31 @@ def _chunk(job: Job, link_bytes_per_s: float, states: str) -> int:
     return chunk_for(link_bytes_per_s, state_bytes(BLOCK, states, job.dtype_bytes) / BLOCK)
 
 
-def _placement(job: Job, need: Need, room: Room, rates: Rates, states: str) -> Placement | None:
+def _placement(job: Job, need: Need, room: Room, rates: Rates, states: str, machine: Machine) -> Placement | None:
     """Homes as the engine chooses them: everything resident if it fits, else the split that exposes least."""
     everything = Placement(need.num_params, 0, 0, 0.0)
     resident = room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes
     if not job.overlap:
-        return _fixed({"host": 1.0}, need, room, rates, overlap=False)
+        return _fixed({"host": 1.0}, need, room, rates, machine, overlap=False)
     staging = state_bytes(min(STAGING, NUM_SLOTS * need.num_params), states, job.dtype_bytes)
     smaller = Room(room.gpu_bytes - staging, room.host_bytes)
     if job.homes:
-        return _fixed(dict(job.homes), need, smaller if dict(job.homes).get("stream") else room, rates, overlap=True)
+        room = smaller if dict(job.homes).get("stream") else room
+        return _fixed(dict(job.homes), need, room, rates, machine, overlap=True)
     return everything if resident else place(need, smaller, rates)
 
 
-def _fixed(shares: dict[str, float], need: Need, room: Room, rates: Rates, *, overlap: bool) -> Placement | None:
-    """Homes that the recipe names, if they fit."""
+def _fixed(
+    shares: dict[str, float], need: Need, room: Room, rates: Rates, machine: Machine, *, overlap: bool
+) -> Placement | None:
+    """Homes that the recipe names, if they fit. Where there is one memory, all of them are in it."""
     gpu, stream, host = (need.num_params * shares.get(n, 0.0) / sum(shares.values()) for n in ("gpu", "stream", "host"))
-    mirrored = need.state_bytes + 2 * need.weight_bytes
-    if gpu * need.state_bytes + need.passing_bytes(host) > room.gpu_bytes:
-        return None
-    if stream * need.state_bytes + host * mirrored > room.host_bytes:
+    mirrored = need.state_bytes + (2 * need.weight_bytes if machine.has_gpu else 0)
+    on_gpu = gpu * need.state_bytes + need.passing_bytes(host)
+    on_host = stream * need.state_bytes + host * mirrored
+    if machine.one_memory:
+        on_gpu, on_host = on_gpu + on_host, 0.0
+    if on_gpu > room.gpu_bytes or on_host > room.host_bytes:
         return None
     link = (stream * need.state_bytes + host * need.weight_bytes) / rates.link_bytes_per_s
     cpu = host / rates.host_params_per_s
@@ -296,6 +303,6 @@ def _fixed(shares: dict[str, float], need: Need, room: Room, rates: Rates, *, ov
     return Placement(gpu, stream, host, exposed)
 
 
-def largest_parts(plan: Plan, where: str, count: int = 3) -> Sequence[Buffer]:
-    """What takes most in one place."""
-    return sorted((b for b in plan.buffers if b.place == where), key=lambda b: -b.num_bytes)[:count]
+def largest_parts(plan: Plan, where: Sequence[str], count: int = 3) -> Sequence[Buffer]:
+    """What takes most in these places."""
+    return sorted((b for b in plan.buffers if b.place in where), key=lambda b: -b.num_bytes)[:count]

@@ -243,12 +243,15 @@ def refusal(report: Report, command: Sequence[str]) -> DoesNotFit:
     """Exit 3: the largest parts, and the cheapest change that fits, to paste. `command`: the words typed so far."""
     plan = report.plan
     scarce = "gpu" if plan.peak_bytes("gpu") > plan.gpu_room and plan.machine.has_gpu else "host"
-    room = plan.gpu_room if scarce == "gpu" else plan.host_room
-    parts = ", ".join(f"{b.name} {b.num_bytes / 1e9:.1f}" for b in largest_parts(plan, scarce))
-    place = {"gpu": "GPU", "host": "host"}[scarce]
+    where: tuple[str, ...] = (scarce,)
+    room, kind = (plan.gpu_room, "GPU memory") if scarce == "gpu" else (plan.host_room, "host memory")
+    if plan.machine.one_memory:
+        where, room, kind = ("gpu", "host"), plan.gpu_room, "memory"
+    need = sum(plan.peak_bytes(place) for place in where)
+    parts = ", ".join(f"{b.name} {b.num_bytes / 1e9:.1f}" for b in largest_parts(plan, where))
     what = (
-        f"does not fit: with state on the host as far as it can be, {plan.peak_bytes(scarce) / 1e9:.1f} GB of {place} "
-        f"memory, of which {max(0.0, room) / 1e9:.1f} can be used; the largest parts: {parts}"
+        f"does not fit: with state on the host as far as it can be, {need / 1e9:.1f} GB of {kind}, of which "
+        f"{max(0.0, room) / 1e9:.1f} can be used; the largest parts: {parts}"
     )
     change = cheapest_change(plan)
     if change is not None:
@@ -262,7 +265,7 @@ def refusal(report: Report, command: Sequence[str]) -> DoesNotFit:
 
 def _elsewhere(plan: Plan, command: Sequence[str]) -> str:
     """More GPUs of the kind, or another machine."""
-    for gpus in (2, 4, 8):
+    for gpus in (2, 4, 8) if plan.machine.has_gpu else ():
         if plan.gpus < gpus <= plan.job.batch_size and solve(plan.job, plan.machine, gpus) is not None:
             words = ["penstock", "plan", *command[2:]]
             return f"{gpus} of these GPUs are enough:\n    {with_flags(words, (f'--gpus {gpus}',))}"
@@ -271,7 +274,8 @@ def _elsewhere(plan: Plan, command: Sequence[str]) -> str:
         return "No machine that is known here is large enough; take a smaller model."
     words = without_flags(["penstock", "plan", *command[2:]], ("--host-memory", "--gpu-memory", "--link", "--cores"))
     text = with_flags(words, (f"--gpu {others[0]}",))
-    return f"No number of these GPUs up to a row each is enough. It fits {', '.join(others)}:\n    {text}"
+    why = "No number of these GPUs up to a row each is enough" if plan.machine.has_gpu else "This machine has no GPU"
+    return f"{why}. It fits {', '.join(others)}:\n    {text}"
 
 
 def with_flags(words: Sequence[str], flags: Sequence[str]) -> str:
