@@ -1,6 +1,6 @@
 """FSDP2 with one rank against the plain engine: what sharding costs where there is nothing to shard.
 
-    python benchmarks/fsdp.py [PRESET] [--batch-size 4] [--steps 8]
+    python benchmarks/fsdp.py [PRESET] [--batch-size 4] [--micro-batch-size 4] [--steps 8]
 
 Random weights, full rows, the same recipe twice in two processes, one after the other. Prints both step times and their
 ratio as one JSON object. On an H200 with llama-8b it should be under 1.05.
@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", nargs="?", default="llama-8b")
     parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--kind", choices=["plain", "fsdp"], help="measure one in this process")
     args = parser.parse_args()

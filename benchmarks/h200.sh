@@ -13,7 +13,8 @@ export OUT
 mkdir -p "$OUT"
 export PATH="$PWD/build/pkgs/bin:$PATH"  # DeepSpeed compiles its CPU Adam with ninja
 export PYTHONPATH=src:build/pkgs PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True HF_HUB_OFFLINE=1
-[ -d .gpu-wheels ] && pip install -q --no-index --no-deps --target build/pkgs .gpu-wheels/*.whl > "$OUT/pip.log" 2>&1
+mkdir -p build
+[ -d .gpu-wheels ] && pip install -q --no-index --no-deps --target build/pkgs .gpu-wheels/*.whl > build/pip.log 2>&1
 suffix=$(python3 -c 'import importlib.machinery as m; print(m.EXTENSION_SUFFIXES[0])')
 gcc -O3 -ffp-contract=off -fno-math-errno -shared -fPIC -o "src/penstock/offload/_host_kernel$suffix" \
   src/penstock/offload/host_*.c -lm -lpthread || exit 1
@@ -27,7 +28,7 @@ for job in "$@"; do
     tests) timeout 300 python3 -m pytest -q -m gpu -p no:cacheprovider tests/offload tests/model tests/bench > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
     curves) timeout 300 python3 benchmarks/curves.py measure "$OUT" > "$OUT/curves.log" 2>&1; tail -n 20 "$OUT/curves.log" ;;
     host) timeout 120 python3 benchmarks/host.py > "$OUT/host.log" 2>&1; tail -n 3 "$OUT/host.log" ;;
-    *.py\ *) timeout 200 python3 benchmarks/$job > "$OUT/${job%%.py*}.log" 2>&1; echo "exit $?"; tail -n 24 "$OUT/${job%%.py*}.log" ;;
+    *.py | *.py\ *) timeout 200 python3 benchmarks/$job > "$OUT/${job%%.py*}.log" 2>&1; echo "exit $?"; tail -n 24 "$OUT/${job%%.py*}.log" ;;
     *) limit=560
       case $job in [0-9]*) limit=${job%% *} job=${job#* } ;; esac
       timeout -k 10 "$limit" python3 -m penstock bench $job --to "$OUT" >> "$OUT/bench.log" 2>&1

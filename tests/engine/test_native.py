@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from penstock.data.loader import Position, prepare
+from penstock.engine import native
 from penstock.engine.native import NativeEngine, decay_groups, full_batch
 from penstock.errors import DoesNotFit
 from penstock.model.load import load_config, load_model, load_tokenizer
+from penstock.offload.kernels import join
 from penstock.presets import PRESETS
 
 TINY = {
@@ -154,3 +156,26 @@ def test_out_of_memory_names_the_largest_parts_and_what_to_change(monkeypatch):
     flags = re.findall(r"--[a-z-]+", caught.value.remedy)
     assert flags == ["--homes", "--micro-batch-size", "--recompute", "--states", "--max-length"]
     assert caught.value.exit_code == 3
+
+
+def test_weights_are_rounded_before_anything_is_compiled_or_tried(monkeypatch):
+    """Loaded in fp32, trained in bf16: layers are compiled, and memory is tried, as they will run."""
+    seen = []
+
+    def compiled(layers, on, say, chosen):
+        seen.append({p.dtype for layer in layers for p in layer.parameters()})
+        return chosen
+
+    monkeypatch.setattr(native, "set_compile", compiled)
+    recipe = tiny("llama-8b")
+    model = load_model(recipe, load_config(recipe), torch.device("cpu"), lambda _: None)
+    exact = [p.detach().clone().flatten() for p in model.parameters()]
+    recipe = dataclasses.replace(recipe, dtype="bf16", recompute="none")
+    engine = NativeEngine(model, recipe, lambda _: None)
+    assert seen == [{torch.bfloat16}]
+    masters = {
+        parameter: join(parameter.detach().flatten(), torch.cat([view.remainder for view in views]))
+        for parameter, views in engine.optimizer.chunk_states()
+    }
+    assert all(torch.equal(masters[p], e) for p, e in zip(model.parameters(), exact, strict=True)), "no bit is lost"
+    engine.release()

@@ -16,7 +16,7 @@ def test_a_shortage_names_the_formats_that_take_less():
 
 def need(**changes):
     parameters = [torch.empty(1000, dtype=torch.bfloat16), torch.empty(24, dtype=torch.bfloat16)]
-    known = {"activation_bytes": 500, "kept_bytes": 2000, "accumulates": False, "in_backward": False, "overlap": True}
+    known = {"activation_bytes": 500, "kept_bytes": 2000, "accumulates": False, "in_backward": False, "leave": True}
     return need_of(parameters, FORMATS["fp32"], hidden_seconds=1.0, **(known | changes))
 
 
@@ -25,7 +25,7 @@ def test_gradients_count_as_they_are_kept():
     assert (after.num_params, after.state_bytes, after.weight_bytes) == (1024, 10, 2)
     assert (after.activation_bytes, after.kept_bytes, after.gradients_leave) == (500, 2000, True)
     assert need(kept_bytes=None).kept_bytes == 500 + 2048
-    assert not need(overlap=False).gradients_leave
+    assert not need(leave=False).gradients_leave
     assert need(in_backward=True).kept_bytes == 500
     many = need(accumulates=True)
     assert (many.activation_bytes, many.kept_bytes, many.gradients_leave) == (2548, 2548, False)

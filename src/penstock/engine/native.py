@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from penstock.model.compiled import set_compile
 from penstock.model.loss import call_as, check_logits, packed_loss
 from penstock.model.recompute import set_recompute
 from penstock.model.units import find_units
+from penstock.offload.housing import round_off
 from penstock.offload.lanes import Span, to_device
 from penstock.offload.optimizer import OffloadAdamW
 from penstock.offload.shards import local
@@ -74,9 +75,13 @@ class NativeEngine:
         remainders: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
         self.model, self._recipe, self._world, self.sharded = model, recipe, world, world.many
+        # First of all: what is compiled, and what the trial takes, depends on the precision that is trained in.
+        remainders = rounded_off(model, torch.bfloat16 if recipe.dtype == "bf16" else None, remainders or {})
         self.packed = PackedModel(model, recipe, say)
+        accumulates = recipe.rows_at_once < -(-recipe.batch_size // world.size)
+        in_backward = recipe.update == "in-backward" or (recipe.update == "auto" and not recipe.max_grad_norm)
         with self._memory_explained():
-            trial = try_once(self.packed, recipe)
+            trial = try_once(self.packed, recipe, keeping=not (accumulates or in_backward))
         if trial.activation_bytes and pick_compile(recipe, self.packed.device):
             say(f"layers compiled in {trial.start_seconds:.1f} s; what was made is kept for the next run")
         if trial.activation_bytes:
@@ -99,10 +104,9 @@ class NativeEngine:
             units=self.packed.units.layers,
             activation_bytes=trial.activation_bytes,
             kept_bytes=trial.kept_bytes,
-            accumulates=recipe.rows_at_once < -(-recipe.batch_size // world.size),
+            accumulates=accumulates,
             forward_seconds=trial.forward_seconds,
             backward_seconds=trial.backward_seconds,
-            working_dtype=torch.bfloat16 if recipe.dtype == "bf16" else None,
             remainders=remainders,
             ranks_here=world.local_size,
         )
@@ -198,6 +202,14 @@ class NativeEngine:
         self.optimizer.close()
 
 
+def rounded_off(
+    model: nn.Module, dtype: torch.dtype | None, known: Mapping[nn.Parameter, Tensor]
+) -> dict[nn.Parameter, Tensor]:
+    """Round the weights that are trained to their working precision; what that leaves, for the optimizer."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return {trained[index]: remainder for index, remainder in round_off(trained, dtype, known).items()}
+
+
 def module_names(model: nn.Module) -> dict[nn.Module, str]:
     """What a person would call the parts of a model."""
     return {module: name.removeprefix("model.") or "model" for name, module in model.named_modules()}
@@ -271,8 +283,11 @@ class Trial:
     """Before the one that was timed: compiling, mostly."""
 
 
-def try_once(packed: PackedModel, recipe: Recipe) -> Trial:
-    """Forward and backward of a full micro-batch, to see what they need before state takes the rest."""
+def try_once(packed: PackedModel, recipe: Recipe, *, keeping: bool) -> Trial:
+    """Forward and backward of a full micro-batch, to see what they need before state takes the rest.
+
+    `keeping`: all gradients of one micro-batch are there at once, so that its activations and they share the peak.
+    """
     if packed.device.type != "cuda":
         return Trial(0, 0, 0.0, 0.0, 0.0)
     batch = full_batch(recipe.rows_at_once, recipe.max_length, packed.model.config.get_text_config().vocab_size)
@@ -305,10 +320,14 @@ def try_once(packed: PackedModel, recipe: Recipe) -> Trial:
             hook.remove()
     forward, backward = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
     kept_bytes = activation_bytes + sum(local(p).nbytes for p in parameters)
-    if kept_bytes < torch.cuda.mem_get_info(packed.device)[0]:
-        torch.cuda.reset_peak_memory_stats(packed.device)
-        packed.loss_sum(batch).backward()
-        kept_bytes = peak()
+    certain = kept_bytes < torch.cuda.mem_get_info(packed.device)[0]
+    if keeping and (certain or not isinstance(packed.model, FSDPModule)):
+        # Activations go while gradients come, so that it may fit where the sum of both does not. Ranks do not try: one
+        # that ran out of memory would leave the others waiting.
+        with suppress(torch.OutOfMemoryError):
+            torch.cuda.reset_peak_memory_stats(packed.device)
+            packed.loss_sum(batch).backward()
+            kept_bytes = peak()
         packed.model.zero_grad()
     return Trial(activation_bytes, kept_bytes, forward, backward, start_seconds)
 

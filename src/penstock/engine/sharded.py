@@ -65,7 +65,7 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, reduce_dtype: torch.dt
             elif not (tied and module is head):
                 fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
+    for module in model.modules() if mesh.size() > 1 else ():  # of one rank FSDP2 would divide into a second copy
         if isinstance(module, FSDPModule):
             # Plain sums: FSDP2 would average, and gloo knows no scaled sum.
             module.set_force_sum_reduction_for_comms(True)

@@ -22,10 +22,13 @@ def need_of(
     kept_bytes: int | None,
     accumulates: bool,
     in_backward: bool,
-    overlap: bool,
+    leave: bool,
     hidden_seconds: float,
 ) -> Need:
-    """What state, gradients and activations take. Unknown activations: a quarter of the GPU."""
+    """What state, gradients and activations take. Unknown activations: a quarter of the GPU.
+
+    `leave`: the gradients of `host` make room as they go down.
+    """
     num_params = sum(p.numel() for p in parameters)
     weight_bytes = sum(p.numel() * p.itemsize for p in parameters)
     state_bytes = sum(states.num_bytes(p.numel(), p.dtype) for p in parameters)
@@ -43,7 +46,7 @@ def need_of(
         weight_bytes / num_params,
         activation_bytes=activation_bytes,
         kept_bytes=all_kept if kept_bytes is None else kept_bytes,
-        gradients_leave=overlap and not in_backward and not accumulates,
+        gradients_leave=leave and not in_backward and not accumulates,
         hidden_seconds=hidden_seconds,
     )
 

@@ -132,6 +132,13 @@ class ResidentHome:
         self._state.clear()
 
 
+def _one_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
+    """A thread for a home. Every thread begins on the first GPU and would take memory there for nothing."""
+    if device.type != "cuda":
+        return ThreadPoolExecutor(1, name)
+    return ThreadPoolExecutor(1, name, initializer=torch.cuda.set_device, initargs=(device,))
+
+
 def _update_on_device(lane: Lane, update: Update, state: Tensor) -> Mark:
     """Enqueue the kernel on `lane`; `state` is on the device."""
     assert update.gradient is not None, "only host chunks send their gradients away"
@@ -170,7 +177,7 @@ class StreamHome:
         self._in, self._out = Lane("in", device, tape, to_device=True), Lane("out", device, tape)
         self._lane = Lane("update", device, tape, urgent=True)
         self._turn = 0
-        self._order = ThreadPoolExecutor(1, "penstock-stream")
+        self._order = _one_thread("penstock-stream", device)
         self._most_waiting = most_waiting
         self._waiting: deque[Future[Mark]] = deque()
 
@@ -249,7 +256,7 @@ class HostHome:
         self._down, self._up = Lane("down", device, tape), Lane("up", device, tape, to_device=True)
         self._arrived: dict[Chunk, Mark] = {}
         self._pool = Pool(cores)
-        self._order = ThreadPoolExecutor(1, "penstock-host")  # takes chunks in the order given, one after another
+        self._order = _one_thread("penstock-host", device)  # takes chunks in the order given, one after another
 
     def _place(self, chunk: Chunk) -> _HostCopy:
         state = self.arena.cut(chunk.state_bytes)

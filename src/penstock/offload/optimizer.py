@@ -23,6 +23,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from penstock.hardware import near_cores
 from penstock.layout import DEFAULT_CHUNK, HomeName
@@ -131,7 +132,8 @@ class OffloadAdamW(torch.optim.Optimizer):
                 kept_bytes=kept_bytes,
                 accumulates=accumulates or micro_batches > 1,
                 in_backward=self.schedule == "in-backward",
-                overlap=overlap,
+                # FSDP2 keeps the gradients of a unit in one piece of memory: none makes room alone.
+                leave=overlap and not isinstance(self._parameters[0], DTensor),
                 hidden_seconds=forward_seconds if self.schedule == "after-norm" else backward_seconds,
             )
             placement, suitable = choose_homes(

@@ -231,7 +231,7 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
         kept = activation
     state = state_bytes(256, settings.states, b) / 256
     hidden = one.backward_s + one.recompute_s if in_backward else one.forward_s - one.head_s
-    leaves = job.overlap and not in_backward and not accumulates
+    leaves = job.overlap and not in_backward and not accumulates and gpus == 1  # FSDP2 keeps a unit's in one piece
     need = Need(int(num_params), state, b, activation, kept, gradients_leave=leaves, hidden_seconds=hidden)
     room = rooms(job, machine, gpus)
     extra = sharded_bytes(a, b) if gpus > 1 else 0.0
