@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from contextlib import nullcontext
 
 import pytest
 
@@ -27,6 +28,16 @@ def test_skips_in_a_row_end_the_run_and_name_the_first():
         progress.row(row(step, skipped))
     with pytest.raises(Diverged, match=r"step 4: .* 3 steps in a row"):
         progress.row(row(6, True))
+
+
+@pytest.mark.parametrize(("steps", "bad", "diverged"), [(8, 7, True), (8, 4, True), (8, 3, False), (1, 1, True)])
+def test_a_short_run_that_skipped_its_second_half_has_diverged(steps, bad, diverged):
+    progress = Progress(Recipe(skip_limit=10), steps, Console(quiet=True))
+    rows = [StepRow(n, 1.0, 1e-5, 1.0, 10, 5, 0.1, n > steps - bad) for n in range(1, steps + 1)]
+    for row in rows[:-1]:
+        progress.row(row)
+    with pytest.raises(Diverged, match="up to the last") if diverged else nullcontext():
+        progress.row(rows[-1])
 
 
 def test_after_ten_steps_reality_is_compared_with_the_plan_once(capsys):

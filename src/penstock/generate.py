@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from penstock.checkpoint.run_dir import find_model, run_recipe
 from penstock.data.template import prompt_text
 from penstock.data.turns import Turn
+from penstock.errors import CheckpointError
 from penstock.hardware import pick_device
 from penstock.model.attention import stock_attention
 from penstock.recipe import Recipe
@@ -56,8 +58,15 @@ class Chat:
         target = pick_device(device)
         torch.manual_seed(seed)
         trust = {"trust_remote_code": self._recipe.trust_remote_code}
-        self._tokenizer = AutoTokenizer.from_pretrained(directory, **trust)
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", device_map={"": target}, **trust)
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(directory, **trust)
+            self._model = AutoModelForCausalLM.from_pretrained(
+                directory, dtype="auto", device_map={"": target}, **trust
+            )
+        except (OSError, ValueError, SafetensorError) as error:
+            what = f"the exported model cannot be loaded: {str(error).strip().splitlines()[0]}"
+            remedy = f"Take it from a checkpoint again: remove {directory}, then `penstock export {run} --to DIR`."
+            raise CheckpointError(what, where=str(directory), remedy=remedy) from error
         self._max_new_tokens, self._temperature = max_new_tokens, temperature
         self._turns: list[Turn] = []
 

@@ -13,6 +13,7 @@ from penstock.plan.report import compare
 from penstock.recipe import Recipe
 from penstock.report.console import Console
 from penstock.report.metrics import StepRow
+from penstock.words import counted
 
 COMPARED_STEPS = 10
 """Steps after which reality is compared with the plan."""
@@ -38,9 +39,12 @@ class Progress:
         left = self._seconds / row.step * (self._total_steps - row.step)
         self._console.step(row, self._total_steps, left, due=due)
         self._compare(row)
-        if self._skips_in_a_row >= self._recipe.skip_limit:
+        last = row.step == self._total_steps
+        limit = min(self._recipe.skip_limit, max(1, self._total_steps // 2)) if last else self._recipe.skip_limit
+        if self._skips_in_a_row >= limit:  # a short run that skipped its second half never reaches the whole limit
             raise Diverged(
-                f"the gradient was not finite in {self._skips_in_a_row} steps in a row",
+                f"the gradient was not finite in {counted(self._skips_in_a_row, 'step')} in a row"
+                + (", up to the last" if last else ""),
                 where=f"step {self._first_skip}",
                 remedy="Lower --lr, lengthen --warmup, or look at the data.",
             )

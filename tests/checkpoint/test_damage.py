@@ -266,6 +266,8 @@ def test_a_path_that_is_no_checkpoint(server, run, tmp_path):
     for path, message in ((tmp_path / "none", "is not a checkpoint"), (run / "model", "is not a checkpoint")):
         ended = server.train(tmp_path / "new", *STEPS, "--resume", path)
         assert (ended.code, message in ended.text) == (5, True), ended.text
+    beside = server.train(run, *STEPS, "--resume", tmp_path / "none")
+    assert (beside.code, "is not a checkpoint" in beside.text) == (5, True), "and not that a run is there"
     assert not (tmp_path / "new").exists()
 
 
@@ -288,3 +290,26 @@ def test_a_run_that_did_not_end_is_exported_from_its_newest_checkpoint(server, r
 
 def test_export_needs_something_to_do(server, run):
     assert server.penstock("export", run).code == 2
+
+
+def test_every_checkpoint_is_looked_at_before_damage_is_an_error(server, run):
+    older, newest = checkpoints(run)
+    flip(newest / "state-00001.safetensors")
+    ended = server.penstock("export", run, "--verify")
+    assert ended.code == 5
+    assert f"Checking {older}" in ended.text
+    assert f"Whole: {older}." in ended.text
+
+
+def test_a_damaged_model_is_no_bug(server, run):
+    truncate(run / "model" / "model.safetensors")
+    ended = server.penstock("generate", run, "hello", "--device", "cpu")
+    assert ended.code == 5, ended.text
+    assert f"{run / 'model'}: the exported model cannot be loaded" in ended.text
+
+
+def test_a_run_that_had_ended_keeps_its_facts_when_it_is_resumed(server, run):
+    before = sorted(path.name for path in (run / "facts").iterdir())
+    assert server.train(run, *STEPS, "--resume").code == 0
+    assert sorted(path.name for path in (run / "facts").iterdir()) == before
+    assert "timeline.json" in before

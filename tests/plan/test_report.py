@@ -1,6 +1,7 @@
 """What `penstock plan` prints: it adds up, and what it says to paste is true."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -73,6 +74,27 @@ def test_what_does_not_fit_exits_3_with_a_command_that_does(words, capsys):
     command = shlex.split(error.splitlines()[-1])
     assert command[:2] == ["penstock", "plan"]
     assert main(command[1:]) == 0, command
+
+
+@pytest.mark.parametrize("gpu", MACHINES)
+@pytest.mark.parametrize("preset", ["llama-70b", "gpt-oss-20b", "seed-oss-36b", "qwen3-30b-a3b", "qwen3-14b", "phi-4"])
+def test_every_command_to_paste_is_true(preset, gpu, capsys):
+    code = main(["plan", preset, "--gpu", gpu])
+    error = capsys.readouterr().err
+    if code == 3 and "No machine that is known" not in error:
+        command = shlex.split(error.splitlines()[-1])
+        assert main(command[1:]) == 0, command
+        changes = {"--states", "--max-grad-norm", "--max-length"} & set(command)
+        assert ("it changes" in error) == bool(changes)
+
+
+def test_the_error_counts_as_the_table_does(capsys):
+    assert main(["plan", "qwen3-14b", "--gpu", "rtx4090"]) == 3
+    out, error = capsys.readouterr()
+    total, size, free = re.search(r"GPU memory: ([\d.]+) GB of ([\d.]+), of which ([\d.]+) are left", out).groups()
+    need, room = re.search(r"([\d.]+) GB of GPU memory, of which ([\d.]+) can be used", error).groups()
+    assert need == total
+    assert float(room) == pytest.approx(float(size) - float(free), abs=0.11)
 
 
 def test_the_cheapest_change_keeps_the_mathematics_if_it_can(capsys):

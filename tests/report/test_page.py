@@ -118,6 +118,17 @@ def test_a_report_does_not_make_the_directory_someone_elses(finished_run, capsys
     check_run_dir(finished_run, overwrite=True)
 
 
+def test_a_run_without_some_facts_still_has_a_page(finished_run, tmp_path):
+    """Killed before its third step, say: no step was on the tape."""
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    for name in ("timeline", "placement", "memory", "summary"):
+        assert main(["report", str(run), str(finished_run), "--to", str(tmp_path / "two.html")]) == 0
+        assert main(["report", str(run)]) == 0
+        (run / "facts" / f"{name}.json").unlink()
+    assert main(["report", str(run)]) == 0
+
+
 def browse(page, profile, *flags):
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
                "--virtual-time-budget=10000", "--enable-logging=stderr", *flags,

@@ -25,7 +25,7 @@ from transformers import (
 from penstock.checkpoint.resume import NEWEST, Saved, find_saved, verify_saved
 from penstock.checkpoint.run_dir import CHECKPOINTS, check_is_run, find_model, run_recipe
 from penstock.checkpoint.store import Checkpoint, find, open_checkpoint, read_tensors, verify
-from penstock.errors import CheckpointError, DoesNotFit, OutputError
+from penstock.errors import CheckpointError, Diverged, DoesNotFit, OutputError
 from penstock.model.attention import stock_attention
 from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.offload.state import weight_tensors
@@ -37,6 +37,7 @@ UNCHECKED = (
     "What was written is left there, and checkpoints are untouched. Try `penstock export RUN --to DIR`; if it says so "
     "again, please report it with the name of the model."
 )
+NOT_FINITE = "Its weights are left there. Go on from an older checkpoint with a lower --lr or --weight-decay."
 PROBE = "Water flows through the penstock and turns the turbine."
 
 
@@ -91,13 +92,22 @@ def saved_model(saved: Saved, recipe: Recipe, say: Callable[[str], None]) -> Pre
 
 
 def verify_run(run: Path, say: Callable[[str], None]) -> list[Checkpoint]:
-    """Check every checkpoint of a run; the first that is damaged is an error."""
+    """Check every checkpoint of a run. If any is damaged, that is an error, but only after all were looked at."""
     check_is_run(run)
-    checked = [open_checkpoint(path) for path in find(run / CHECKPOINTS)]
-    for checkpoint in checked:
-        say(f"Checking {checkpoint.path}: {checkpoint.num_bytes / 1e9:,.2f} GB")
-        verify(checkpoint, say)
-    return checked
+    whole, damaged = list[Checkpoint](), list[CheckpointError]()
+    for path in find(run / CHECKPOINTS):
+        try:
+            checkpoint = open_checkpoint(path)
+            say(f"Checking {checkpoint.path}: {checkpoint.num_bytes / 1e9:,.2f} GB")
+            verify(checkpoint, say)
+            whole.append(checkpoint)
+        except CheckpointError as error:
+            say(f"  damaged: {error.where}")
+            damaged.append(error)
+    if damaged:
+        told = f" Whole: {', '.join(str(found.path) for found in whole) or 'none'}."
+        raise CheckpointError(damaged[0].what, where=damaged[0].where, remedy=damaged[0].remedy + told)
+    return whole
 
 
 def _compare(
@@ -127,6 +137,8 @@ def _compare(
         raise CheckpointError("the exported end token differs", where=str(written), remedy=UNCHECKED)
     ids = torch.tensor([tokenizer(PROBE)["input_ids"]])
     expected, got = logits_of(model, ids), logits_of(again, ids)
+    if not expected.isfinite().all():
+        raise Diverged("what the model computes is not finite", where=str(written), remedy=NOT_FINITE)
     # Same weights, same code. On one device only the order of additions is left; host and GPU also round differently.
     tolerance = 2**-8 if device == next(model.parameters()).device else 2**-4
     if not torch.allclose(expected, got, rtol=0, atol=float(expected.abs().max()) * tolerance):

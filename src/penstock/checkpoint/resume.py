@@ -171,6 +171,8 @@ def find_saved(run_dir: Path, wanted: str) -> Saved | None:
 def goes_on_in(run_dir: Path, resume: str) -> bool:
     """Whether the checkpoint that is asked for is one of this directory's own."""
     wanted = Path(resume).resolve()
+    if resume and resume != NEWEST and not wanted.exists():
+        open_checkpoint(Path(resume))  # says what is wrong, before anything else is
     return resume == NEWEST or wanted == run_dir.resolve() or wanted.parent == (run_dir / CHECKPOINTS).resolve()
 
 

@@ -55,7 +55,7 @@ def check_run_dir(directory: Path, *, overwrite: bool) -> None:
 
 
 def make_run_dir(recipe: Recipe, world: World = ALONE, *, keep_checkpoints: bool = False) -> Path:
-    """The checked directory, holding the recipe and nothing else, except checkpoints that the run goes on from."""
+    """The checked directory, holding the recipe and nothing else, except what the run goes on from and its facts."""
     directory = recipe.run_dir
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / CHECKPOINTS).is_dir():
@@ -63,7 +63,7 @@ def make_run_dir(recipe: Recipe, world: World = ALONE, *, keep_checkpoints: bool
     if not keep_checkpoints:
         for checkpoint in find(directory / CHECKPOINTS):
             remove(checkpoint)  # one that is there in part would pass for a damaged one
-    kept = {LOCK_FILE} | ({CHECKPOINTS} if keep_checkpoints else set())
+    kept = {LOCK_FILE} | ({CHECKPOINTS, "facts"} if keep_checkpoints else set())
     for old in (directory / name for name in RUN_FILES - kept):  # the directory itself may be a link or a mount
         shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
     text = yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)

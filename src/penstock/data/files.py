@@ -139,7 +139,7 @@ def _bad_json(error: Exception, name: str, line: int, column: int | None = None,
         return DataError("the row is nested too deeply", where=f"{name}:{line}", remedy="Flatten or remove it.")
     if isinstance(error, json.JSONDecodeError):
         at = f" at column {column}" if column else ""
-        return DataError(f"malformed JSON: {error.msg}{at}", where=f"{name}:{line}", remedy=remedy)
+        return DataError(f"malformed JSON: {error.msg.removesuffix(' at')}{at}", where=f"{name}:{line}", remedy=remedy)
     return DataError(str(error), where=f"{name}:{line}", remedy=remedy)
 
 

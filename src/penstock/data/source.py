@@ -66,7 +66,7 @@ def _open_files(name: str, paths: list[Path], say: Callable[[str], None]) -> Sou
     digest = hashlib.sha256()
     for path in paths:
         if path.suffix.lower() not in READERS:
-            what = f"files of type {path.suffix or 'without an extension'} are not read"
+            what = f"files {f'of type {path.suffix}' if path.suffix else 'without an extension'} are not read"
             raise DataError(what, where=str(path), remedy=f"Convert it to one of {_kinds()}.")
         digest.update(path.suffix.lower().encode() + _file_digest(path, say))
 

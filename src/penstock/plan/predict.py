@@ -199,11 +199,15 @@ def _process_bytes(job: Job, machine: Machine) -> float:
     return PROCESS_BYTES + job.compiled * COMPILER_BYTES if machine.has_gpu else CPU_PROCESS_BYTES
 
 
+def host_reserve(machine: Machine) -> int:
+    """What is left free of a host's memory."""
+    return HOST_RESERVE if machine.has_gpu else min(HOST_RESERVE, machine.host_bytes // 20)
+
+
 def rooms(job: Job, machine: Machine, gpus: int) -> Room:
     """Bytes for everything but the driver and the reserves, on one GPU and in its share of the host."""
     sharing = min(gpus, machine.gpus_per_host or gpus)
-    reserve = HOST_RESERVE if machine.has_gpu else min(HOST_RESERVE, machine.host_bytes // 20)
-    host = (machine.host_bytes - reserve) / sharing - _process_bytes(job, machine)
+    host = (machine.host_bytes - host_reserve(machine)) / sharing - _process_bytes(job, machine)
     if machine.unified:  # one memory for both: what the GPU takes the host has not
         return Room(host - CONTEXT_BYTES, 0.0)
     if not machine.has_gpu:

@@ -13,12 +13,21 @@ from datetime import timedelta
 from typing import Any
 
 from penstock.errors import DoesNotFit, RecipeError, UserError
-from penstock.layout import GPU_RESERVE, HOST_RESERVE
+from penstock.layout import GPU_RESERVE
 from penstock.machines import MACHINES, Machine
 from penstock.plan.architecture import architecture_of
 from penstock.plan.outlook import RunLength, run_length
-from penstock.plan.predict import Job, Plan, Settings, largest_parts, predict
-from penstock.plan.solve import EVERYTHING, Alternative, Free, alternatives, cheapest_change, flags_between, solve
+from penstock.plan.predict import Job, Plan, Settings, host_reserve, largest_parts, predict
+from penstock.plan.solve import (
+    EVERYTHING,
+    TRADES,
+    Alternative,
+    Free,
+    alternatives,
+    cheapest_change,
+    flags_between,
+    solve,
+)
 from penstock.presets import ARCHITECTURES, PRESETS
 from penstock.recipe import Recipe, parse_homes
 from penstock.words import counted
@@ -163,7 +172,7 @@ def _memory(plan: Plan) -> list[str]:
     for where, name, size in places if plan.machine.has_gpu else places[1:]:
         parts = [b for b in plan.buffers if b.place in where and b.num_bytes >= 5e6]
         total = sum(b.num_bytes for b in parts)
-        free = GPU_RESERVE if where == ("gpu",) else HOST_RESERVE
+        free = GPU_RESERVE if where == ("gpu",) else host_reserve(plan.machine)
         found.append(
             f"{name}{share}: {total / 1e9:,.1f} GB of {size / 1e9:,.1f}, of which {free / 1e9:.1f} are left free"
         )
@@ -247,7 +256,8 @@ def refusal(report: Report, command: Sequence[str]) -> DoesNotFit:
     room, kind = (plan.gpu_room, "GPU memory") if scarce == "gpu" else (plan.host_room, "host memory")
     if plan.machine.one_memory:
         where, room, kind = ("gpu", "host"), plan.gpu_room, "memory"
-    need = sum(plan.peak_bytes(place) for place in where)
+    context = sum(b.num_bytes for b in plan.buffers if b.name == "CUDA context" and b.place in where)
+    need, room = sum(plan.peak_bytes(place) for place in where) + context, room + context
     parts = ", ".join(f"{b.name} {b.num_bytes / 1e9:.1f}" for b in largest_parts(plan, where))
     what = (
         f"does not fit: with state on the host as far as it can be, {need / 1e9:.1f} GB of {kind}, of which "
@@ -264,18 +274,28 @@ def refusal(report: Report, command: Sequence[str]) -> DoesNotFit:
 
 
 def _elsewhere(plan: Plan, command: Sequence[str]) -> str:
-    """More GPUs of the kind, or another machine."""
+    """More GPUs of the kind, or another machine, with what else must change there."""
+    words = ["penstock", "plan", *command[2:]]
     for gpus in (2, 4, 8) if plan.machine.has_gpu else ():
-        if plan.gpus < gpus <= plan.job.batch_size and solve(plan.job, plan.machine, gpus) is not None:
-            words = ["penstock", "plan", *command[2:]]
-            return f"{gpus} of these GPUs are enough:\n    {with_flags(words, (f'--gpus {gpus}',))}"
-    others = [m.name for m in MACHINES.values() if m.name != plan.machine.name and solve(plan.job, m, plan.gpus)]
-    if not others:
+        found = solve(plan.job, plan.machine, gpus) if plan.gpus < gpus <= plan.job.batch_size else None
+        if found is not None:
+            text = with_flags(words, (f"--gpus {gpus}", *flags_between(plan, found)))
+            return f"{gpus} of these GPUs are enough{_trade(plan, found)}:\n    {text}"
+    others = {m.name: solve(plan.job, m, plan.gpus) for m in MACHINES.values() if m.name != plan.machine.name}
+    fitting = {name: found for name, found in others.items() if found is not None}
+    if not fitting:
         return "No machine that is known here is large enough; take a smaller model."
-    words = without_flags(["penstock", "plan", *command[2:]], ("--host-memory", "--gpu-memory", "--link", "--cores"))
-    text = with_flags(words, (f"--gpu {others[0]}",))
+    name, found = next(iter(fitting.items()))
+    words = without_flags(words, ("--host-memory", "--gpu-memory", "--link", "--cores"))
+    text = with_flags(words, (f"--gpu {name}", *flags_between(plan, found)))
     why = "No number of these GPUs up to a row each is enough" if plan.machine.has_gpu else "This machine has no GPU"
-    return f"{why}. It fits {', '.join(others)}:\n    {text}"
+    return f"{why}. It fits {', '.join(fitting)}{_trade(plan, found)}:\n    {text}"
+
+
+def _trade(plan: Plan, found: Plan) -> str:
+    """What another format changes, in brackets."""
+    states = found.settings.states
+    return f" (it changes: {TRADES[states]})" if states in TRADES and states != plan.settings.states else ""
 
 
 def with_flags(words: Sequence[str], flags: Sequence[str]) -> str:

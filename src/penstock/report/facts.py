@@ -82,6 +82,7 @@ class Recorder:
         if not self._writes:
             return
         self._directory.mkdir(exist_ok=True)
+        (self._directory / "summary.json").unlink(missing_ok=True)  # of an end that the run goes on after
         self._write("environment", dataclasses.asdict(environment(device)))
         self._write("placement", [dataclasses.asdict(unit) for unit in self._engine.placement()])
         self._write("data", {**summary(data), "samples": samples(data.train, tokenizer, SAMPLES)})
