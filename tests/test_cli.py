@@ -66,6 +66,7 @@ def test_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):
         (["report"], "no run is named"),
         (["export", "any-run"], "nothing to do"),
         (["train", "demo", "--keep", "-1"], "keep = -1: must not be negative"),
+        (["train", "demo", "--recompute", "full:99"], "the model has 4 layers"),
         (["train", "demo", "--save-every", "5", "--keep", "0"], "save_every = 5: does not go with keep = 0"),
     ],
 )
@@ -207,3 +208,10 @@ def test_the_plan_is_not_taken_for_another_engines(capsys):
 def test_bench_does_not_ignore_another_engine(capsys):
     assert main(["bench", "demo", "--engine", "deepspeed"]) == 2
     assert "--against deepspeed" in capsys.readouterr().err
+
+
+def test_the_preview_loses_no_end_of_a_line(capsys):
+    assert main(["data", "demo"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) == 80
+    assert "% full" in text, "the last words of the longest line"

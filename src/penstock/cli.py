@@ -142,7 +142,7 @@ def data(words: list[str]) -> int:
         print(json.dumps(summary(prepared.data)))
     else:
         for part in show(prepared.data, prepared.tokenizer, examples=args.examples):
-            console.rich.print(part)
+            console.rich.print(part, soft_wrap=False)  # long lines go on in the next one, inside their box
     return 0
 
 

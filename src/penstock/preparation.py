@@ -25,7 +25,7 @@ from penstock.model.load import load_config, load_tokenizer
 from penstock.plan.predict import Plan
 from penstock.plan.report import make_plan, short, with_recompute
 from penstock.probe import known_machine, this_machine
-from penstock.recipe import Recipe, to_dict
+from penstock.recipe import Recipe, dials, to_dict
 from penstock.report.console import Console
 from penstock.words import counted
 
@@ -51,6 +51,8 @@ def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resum
     recipe = replace(recipe, dtype=pick_dtype(recipe.dtype, device), compile=pick_compile(recipe, device))
     make_repeatable(recipe)
     config, tokenizer = load_config(recipe), load_tokenizer(recipe)
+    if layers := getattr(config.get_text_config(), "num_hidden_layers", 0):
+        dials(recipe.recompute, layers)  # says so if there are not so many
     with console.phase(f"Reading {recipe.data}"), world.in_turn():
         data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say)
     steps = math.ceil(recipe.epochs * data.train.steps_per_epoch())
@@ -127,6 +129,7 @@ def dry_run(
         check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
         verify_saved(saved, console.say)
         console.say(f"Would go on after step {saved.step:,}, from {saved.checkpoint.path}.")
+    planned(run, console, ALONE)
     train_set = run.data.train
     outlook = Outlook(
         steps=run.total_steps,
