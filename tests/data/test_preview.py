@@ -73,6 +73,7 @@ def test_show_has_every_part(data, chatml):
     assert "my.jsonl:1 · " in text
     assert "⟦w" in text
     assert f"{data.train.num_examples} examples in {data.train.num_rows} rows" in text
+    assert f"form: {data.data_format}" in text
     assert "█" in text
     assert "1 to " in text
     assert "32 rows, 31 kept" in text

@@ -16,6 +16,7 @@ from penstock.engine.deepspeed_config import deepspeed_json
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import CheckpointError, DoesNotFit, OutputError
 from penstock.recipe import Recipe, to_dict, with_values
+from penstock.words import counted, size
 
 RECIPE_FILE = "recipe.yaml"
 CHECKPOINTS = "checkpoints"
@@ -89,9 +90,8 @@ def check_room(directory: Path, *, checkpoint_bytes: int, num_saves: int, keep: 
     needed, free = more * checkpoint_bytes + export_bytes, shutil.disk_usage(directory).free
     if needed > free:
         raise DoesNotFit(
-            f"needs {needed / 2**30:.1f} GiB of disk, {free / 2**30:.1f} are free: {more} more checkpoints of "
-            f"{checkpoint_bytes / 2**30:.1f} GiB (keep = {keep}, and one being written) and the model, "
-            f"{export_bytes / 2**30:.1f}",
+            f"needs {size(needed)} of disk, {size(free)} are free: {counted(more, 'more checkpoint')} of "
+            f"{size(checkpoint_bytes)} (keep = {keep}, and one being written) and the model, {size(export_bytes)}",
             where=str(directory),
             remedy="Free space, use an --output-dir on a larger disk, lower --keep, or save nothing with --keep 0.",
         )

@@ -174,7 +174,8 @@ def _packing(loader: Loader) -> RenderableType:
     each = np.diff(loader.packing.offsets)
     facts = Text(
         f"{counted(loader.num_examples, 'example')} in {counted(loader.num_rows, 'row')}, {each.mean():.1f} a row "
-        f"(at most {each.max()}); steps an epoch: {loader.steps_per_epoch():,}\n"
+        f"(at most {each.max()}); steps an epoch: {loader.steps_per_epoch():,}; "
+        f"form: {loader.store.data_format}\n"
         f"{loader.num_tokens:,} tokens, {loader.num_trained / loader.num_tokens:.1%} of them trained on; "
         f"the longest row has {rows.max():,}, the rows are {_fill(loader):.1%} full"
     )

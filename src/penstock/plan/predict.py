@@ -223,8 +223,13 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     micro = min(settings.micro_batch, rows)
     num_micro = -(-rows // micro)
     work = Work(micro, job.length, settings.recompute, job.attention, b, job.compiled)
-    step = speed.arithmetic(a, replace(work, rows=rows), machine)
-    one = speed.arithmetic(a, work, machine)
+    rank = machine
+    if not machine.has_gpu:  # ranks on a CPU share its cores
+        rates_of_all = machine.matrix_flops_per_s, machine.device_memory_bytes_per_s
+        matrix, memory = (rate / gpus for rate in rates_of_all)
+        rank = replace(machine, matrix_flops_per_s=matrix, device_memory_bytes_per_s=memory)
+    step = speed.arithmetic(a, replace(work, rows=rows), rank)
+    one = speed.arithmetic(a, work, rank)
     taken = passing(a, work, gpus)
     grads = b * a.num_parameters()
     activation, kept = taken.activation_bytes, taken.kept_bytes
@@ -249,7 +254,7 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
         placement = Placement(0, 0, need.num_params, 0.0) if leaves else Placement(0, need.num_params, 0, 0.0)
     exchange = num_micro * speed.exchange_seconds(a.num_parameters(), b, gpus, machine) if gpus > 1 else 0.0
     # Charged for all parameters, whatever their home: weights from the host cross the same memory.
-    update = speed.update_seconds(num_params, state, b, machine)
+    update = speed.update_seconds(num_params, state, b, rank)
     seconds = Seconds(
         step.forward_s, step.backward_s, step.recompute_s,
         # While the model waits for state that travels, updates on the GPU cost nothing.

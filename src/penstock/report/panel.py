@@ -26,6 +26,7 @@ from penstock.engine import Held
 from penstock.hardware import describe
 from penstock.report.facts import Recorder
 from penstock.report.metrics import StepRow
+from penstock.words import size
 
 CURVE_ROWS = 6
 NARROW, SHORT = 60, 18
@@ -178,13 +179,13 @@ class Panel:
             parts = [held for held in self._memory if held.place == place and held.num_bytes]
             used = sum(held.num_bytes for held in parts)
             total = self._sources.totals.get(place) or used
-            label = f" {_size(used)} of {_size(total)}" if total != used else f" {_size(used)}"
+            label = f" {size(used)} of {size(total)}" if total != used else f" {size(used)}"
             shares = [(held.num_bytes / max(1, total), PART_STYLES.get(held.part, "red")) for held in parts]
             yield Text(f"{place:<5}").append(_bar(shares, max(4, width - 5 - len(label)))).append(label)
             words = Text("     ")
             for held in parts:
                 words.append("■ ", PART_STYLES.get(held.part, "red"))
-                words.append(f"{held.part} {_size(held.num_bytes)}  ", "dim")
+                words.append(f"{held.part} {size(held.num_bytes)}  ", "dim")
             yield words
 
     def _lane_line(self) -> Text:
@@ -215,10 +216,6 @@ def _bar(shares: Sequence[tuple[float, str]], cells: int) -> Text:
         bar.append("━" * (upto - filled), style)
         filled = upto
     return bar.append("─" * (cells - filled), "grey35")  # thinner, to be told apart without colours too
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 def braille(values: Sequence[float], columns: int, rows: int) -> list[str]:
