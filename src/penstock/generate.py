@@ -65,7 +65,9 @@ class Chat:
             )
         except (OSError, ValueError, SafetensorError) as error:
             what = f"the exported model cannot be loaded: {str(error).strip().splitlines()[0]}"
-            remedy = f"Take it from a checkpoint again: remove {directory}, then `penstock export {run} --to DIR`."
+            remedy = (
+                f"Remove {directory}; `penstock export {run} --to {directory}` makes it from the newest checkpoint."
+            )
             raise CheckpointError(what, where=str(directory), remedy=remedy) from error
         self._max_new_tokens, self._temperature = max_new_tokens, temperature
         self._turns: list[Turn] = []

@@ -306,6 +306,9 @@ def test_a_damaged_model_is_no_bug(server, run):
     ended = server.penstock("generate", run, "hello", "--device", "cpu")
     assert ended.code == 5, ended.text
     assert f"{run / 'model'}: the exported model cannot be loaded" in ended.text
+    shutil.rmtree(run / "model")
+    assert server.penstock("export", run, "--to", run / "model").code == 0, "as the message says"
+    assert server.penstock("generate", run, "hello", "--device", "cpu").code == 0
 
 
 def test_a_run_that_had_ended_keeps_its_facts_when_it_is_resumed(server, run):

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from penstock.checkpoint.export import PROBE, _compare, export, logits_of
-from penstock.errors import CheckpointError, OutputError
+from penstock.errors import CheckpointError, Diverged, OutputError
 
 DEMO = str(files("penstock.demo") / "model")
 
@@ -67,3 +67,11 @@ def test_the_attention_that_was_trained_with_is_compared_with_itself(tmp_path, t
         logits[name] = logits_of(model, ids)
     assert not torch.allclose(logits["sdpa"], logits["eager"], rtol=0, atol=float(logits["sdpa"].abs().max()) * 2**-8)
     export(model, tokenizer, tmp_path / "out")
+
+
+def test_a_model_that_computes_nothing_finite_has_diverged(tmp_path, model, tokenizer):
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("inf")
+    with pytest.raises(Diverged, match="not finite"):
+        export(model, tokenizer, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

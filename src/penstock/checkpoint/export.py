@@ -37,7 +37,6 @@ UNCHECKED = (
     "What was written is left there, and checkpoints are untouched. Try `penstock export RUN --to DIR`; if it says so "
     "again, please report it with the name of the model."
 )
-NOT_FINITE = "Its weights are left there. Go on from an older checkpoint with a lower --lr or --weight-decay."
 PROBE = "Water flows through the penstock and turns the turbine."
 
 
@@ -135,12 +134,26 @@ def _compare(
     tokenizer_again = AutoTokenizer.from_pretrained(written, trust_remote_code=trust_remote_code)
     if tokenizer_again.eos_token_id != tokenizer.eos_token_id or end_tokens_of(again) != end_tokens_of(model):
         raise CheckpointError("the exported end token differs", where=str(written), remedy=UNCHECKED)
+    # Same weights, same code. On one device only the order of additions is left; host and GPU also round differently.
+    compare_logits(
+        model, again, tokenizer, written, tolerance=2**-8 if device == next(model.parameters()).device else 2**-4
+    )
+
+
+def compare_logits(
+    model: PreTrainedModel,
+    again: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    written: Path,
+    *,
+    tolerance: float = 2**-8,
+) -> None:
+    """Refuse a model that was loaded from `written` and answers otherwise, and one whose numbers are no numbers."""
     ids = torch.tensor([tokenizer(PROBE)["input_ids"]])
     expected, got = logits_of(model, ids), logits_of(again, ids)
     if not expected.isfinite().all():
-        raise Diverged("what the model computes is not finite", where=str(written), remedy=NOT_FINITE)
-    # Same weights, same code. On one device only the order of additions is left; host and GPU also round differently.
-    tolerance = 2**-8 if device == next(model.parameters()).device else 2**-4
+        remedy = "Its weights are left there. Go on from an older checkpoint with a lower --lr or --weight-decay."
+        raise Diverged("what the model computes is not finite", where=str(written), remedy=remedy)
     if not torch.allclose(expected, got, rtol=0, atol=float(expected.abs().max()) * tolerance):
         difference = float((expected - got).abs().max())
         what = f"logits of the exported model differ by {difference:.3g}"

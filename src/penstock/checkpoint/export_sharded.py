@@ -21,11 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from penstock.checkpoint.export import NO_ROOM, NOT_FINITE, OCCUPIED, PROBE, UNCHECKED, end_tokens_of, logits_of
+from penstock.checkpoint.export import NO_ROOM, OCCUPIED, UNCHECKED, compare_logits, end_tokens_of
 from penstock.checkpoint.tensors import receive_blocks, send_tensors
 from penstock.engine.ranks import World
 from penstock.engine.sharded import load_for_ranks
-from penstock.errors import CheckpointError, Diverged, DoesNotFit, OutputError
+from penstock.errors import CheckpointError, DoesNotFit, OutputError
 from penstock.model.attention import stock_attention
 from penstock.model.load import Say
 from penstock.offload.shards import local
@@ -146,11 +146,4 @@ def _compare(
     tokenizer_again = AutoTokenizer.from_pretrained(written, trust_remote_code=recipe.trust_remote_code)
     if tokenizer_again.eos_token_id != tokenizer.eos_token_id or end_tokens_of(again) != end_tokens_of(model):
         raise CheckpointError("the exported end token differs", where=str(written), remedy=UNCHECKED)
-    ids = torch.tensor([tokenizer(PROBE)["input_ids"]])
-    expected, got = logits_of(model, ids), logits_of(again, ids)
-    if not expected.isfinite().all():
-        raise Diverged("what the model computes is not finite", where=str(written), remedy=NOT_FINITE)
-    if not torch.allclose(expected, got, rtol=0, atol=float(expected.abs().max()) * 2**-8):
-        difference = float((expected - got).abs().max())
-        what = f"logits of the exported model differ by {difference:.3g}"
-        raise CheckpointError(what, where=str(written), remedy=UNCHECKED)
+    compare_logits(model, again, tokenizer, written)

@@ -223,11 +223,12 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     micro = min(settings.micro_batch, rows)
     num_micro = -(-rows // micro)
     work = Work(micro, job.length, settings.recompute, job.attention, b, job.compiled)
-    rank = machine
-    if not machine.has_gpu:  # ranks on a CPU share its cores
-        rates_of_all = machine.matrix_flops_per_s, machine.device_memory_bytes_per_s
-        matrix, memory = (rate / gpus for rate in rates_of_all)
-        rank = replace(machine, matrix_flops_per_s=matrix, device_memory_bytes_per_s=memory)
+    sharers = 1 if machine.has_gpu else gpus  # ranks on a CPU share its cores
+    rank = replace(
+        machine,
+        matrix_flops_per_s=machine.matrix_flops_per_s / sharers,
+        device_memory_bytes_per_s=machine.device_memory_bytes_per_s / sharers,
+    )
     step = speed.arithmetic(a, replace(work, rows=rows), rank)
     one = speed.arithmetic(a, work, rank)
     taken = passing(a, work, gpus)
