@@ -124,6 +124,8 @@ def train(
         trackers.start(metrics.rows, metrics.evals)
         recorder = Recorder(run_dir, engine, first_step, run.total_steps, write=world.first)
         recorder.start(run.data, run.tokenizer, run.device)
+        if plan:
+            recorder.planned(plan.seconds.step, plan.peak_bytes("gpu"), plan.peak_bytes("host"))
         identity = Identity.of(recipe, run.total_steps, run.data.fingerprint, fingerprint, before, model)
 
         def save(step: int, position: Position) -> None:

@@ -118,6 +118,21 @@ def test_a_report_does_not_make_the_directory_someone_elses(finished_run, capsys
     check_run_dir(finished_run, overwrite=True)
 
 
+def test_the_page_holds_the_plan_against_what_was_measured(finished_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    (run / "facts" / "plan.json").unlink(missing_ok=True)
+    assert main(["report", str(run)]) == 0
+    assert "Predicted against measured" not in (run / "report.html").read_text()
+    (run / "facts" / "plan.json").write_text('{"step_seconds": 1000.0, "gpu_bytes": 0, "host_bytes": 1}')
+    assert main(["report", str(run)]) == 0
+    text = (run / "report.html").read_text()
+    assert "Predicted against measured" in text
+    assert "<td>1e+03 s</td>" in text
+    assert "<td>-100%</td>" in text
+    assert "gpu memory" not in text, "there is none"
+
+
 def test_a_run_without_some_facts_still_has_a_page(finished_run, tmp_path):
     """Killed before its third step, say: no step was on the tape."""
     run = tmp_path / "run"

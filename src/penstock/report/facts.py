@@ -82,10 +82,15 @@ class Recorder:
         if not self._writes:
             return
         self._directory.mkdir(exist_ok=True)
-        (self._directory / "summary.json").unlink(missing_ok=True)  # of an end that the run goes on after
+        for name in ("summary", "plan"):  # of an end that the run goes on after, and of another machine
+            (self._directory / f"{name}.json").unlink(missing_ok=True)
         self._write("environment", dataclasses.asdict(environment(device)))
         self._write("placement", [dataclasses.asdict(unit) for unit in self._engine.placement()])
         self._write("data", {**summary(data), "samples": samples(data.train, tokenizer, SAMPLES)})
+
+    def planned(self, step_seconds: float, gpu_bytes: int, host_bytes: int) -> None:
+        """What was predicted, to be held against what is measured."""
+        self._write("plan", {"step_seconds": step_seconds, "gpu_bytes": gpu_bytes, "host_bytes": host_bytes})
 
     def step_begins(self, step: int) -> None:
         """Start the tape before the step to be recorded, and stop it when the following one has ended too."""

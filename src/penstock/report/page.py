@@ -8,6 +8,8 @@ hold anything: the template escapes all of it, and charts get theirs as JSON wit
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import resources
@@ -117,11 +119,12 @@ class _Part:
     overlap: str
     data: list[tuple[str, str]]
     machine: list[tuple[str, str]]
+    plan: list[tuple[str, str, str, str]]
 
     @classmethod
     def of(cls, run: RunRecord, suffix: str) -> _Part:
         charts = {chart.key.removesuffix(suffix): chart for chart in place_charts(run, suffix)}
-        return cls(run, _facts(run), charts, _overlap(run), _data(run), _machine(run))
+        return cls(run, _facts(run), charts, _overlap(run), _data(run), _machine(run), _plan(run))
 
 
 def _facts(run: RunRecord) -> list[tuple[str, str]]:
@@ -145,6 +148,23 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
         ("optimizer state", _bytes(state) if state else ""),
     ]
     return [(name, value) for name, value in found if value]
+
+
+def _plan(run: RunRecord) -> list[tuple[str, str, str, str]]:
+    """What was predicted, what was measured, and how far apart they are. The first steps make buffers and kernels."""
+    seconds = [row["step_seconds"] for row in run.steps]
+    if not (run.plan and seconds):
+        return []
+    found: list[tuple[str, float, float, Callable[[float], str]]] = []
+    found.append(("step", run.plan["step_seconds"], statistics.median(seconds[2:] or seconds), "{:.3g} s".format))
+    for place in ("gpu", "host"):
+        measured = sum(held["num_bytes"] for held in run.memory if held["place"] == place)
+        found.append((f"{place} memory", run.plan[f"{place}_bytes"], measured, _bytes))
+    return [
+        (what, words(planned), words(real), f"{real / planned - 1:+.0%}")
+        for what, planned, real, words in found
+        if planned and real
+    ]
 
 
 def _overlap(run: RunRecord) -> str:

@@ -35,6 +35,7 @@ class RunRecord:
     memory: list[dict[str, Any]] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
 
     @property
     def answer(self) -> dict[str, str]:
@@ -51,7 +52,7 @@ def read_run(path: Path, name: str) -> RunRecord:
     """Read a run's directory."""
     check_is_run(path)
     recipe = yaml.safe_load((path / RECIPE_FILE).read_text(encoding="utf-8"))
-    names = ("environment", "placement", "timeline", "memory", "data", "summary")
+    names = ("environment", "placement", "timeline", "memory", "data", "summary", "plan")
     facts = {fact: _json(path / FACTS / f"{fact}.json") for fact in names}
     return RunRecord(
         name=name,
