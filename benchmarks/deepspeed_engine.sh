@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The engine `deepspeed` on a GPU: both modes with llama-8b shapes, five steps each; losses of the demo model beside our
 # own engine's; and a resume with a share of the state on the GPU. Results go to $OUT/deepspeed_engine.jsonl.
-# Usage: OUT=out [RATIO=0.3] benchmarks/deepspeed_engine.sh
+# Usage: OUT=out [RATIO=0.3] benchmarks/deepspeed_engine.sh [small | steps]   only the demo model, or only llama-8b
 # 0.3 fits 125 GiB of host memory and 140 GB on the GPU; the reference's 0.8 does not.
 set -u
 cd "$(dirname "$0")/.."
@@ -19,13 +19,17 @@ run() {
   echo "exit $?"
 }
 
-run curve penstock superoffload 1 40
-run curve deepspeed zerooffload 1 40
-run curve deepspeed superoffload 0.5 40
-run resume 1
-run resume 0.5
-run step zerooffload "$RATIO"
-run step superoffload "$RATIO"
+if [ "${1:-small}" = small ]; then
+  run curve penstock superoffload 1 40
+  run curve deepspeed zerooffload 1 40
+  run curve deepspeed superoffload 0.5 40
+  run resume 1
+  run resume 0.5
+fi
+if [ "${1:-steps}" = steps ]; then
+  run step zerooffload "$RATIO"
+  run step superoffload "$RATIO"
+fi
 python3 - "$OUT/deepspeed_engine.jsonl" <<'PYTHON'
 import json, sys
 rows = [json.loads(line) for line in open(sys.argv[1]) if line.startswith("{")]

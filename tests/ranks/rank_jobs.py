@@ -4,13 +4,16 @@ import dataclasses
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _to_kwargs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.checkpoint import export_sharded
@@ -65,6 +68,16 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+_root_pre_forward = FSDPState._root_pre_forward
+
+
+def _as_on_a_gpu(state, module, args, kwargs):
+    """FSDP2 takes what a model is called with to the device, unless that is the CPU."""
+    args, kwargs = _root_pre_forward(state, module, args, kwargs)
+    args, kwargs = _to_kwargs(args, kwargs, CPU, False)
+    return args[0], kwargs[0]
+
+
 def train(configs, steps=2, slow=False):
     """A few steps of every config; losses, norms, evaluation and weights of each."""
     world = find_world()
@@ -77,7 +90,7 @@ def train(configs, steps=2, slow=False):
             fast(*args)
 
         homes.Pool.adamw_ = adamw_
-    with joined(world, CPU):
+    with joined(world, CPU), mock.patch.object(FSDPState, "_root_pre_forward", _as_on_a_gpu):
         for config in configs:
             recipe = tiny(**config)
             model, remainders = load(world, recipe)

@@ -53,12 +53,13 @@ class PackedModel:
             batch, segments = batch.to(self.device), Segments.of(batch.boundaries, self.device)
             made += [batch.input_ids, batch.position_ids, batch.target_index, batch.targets, segments.offsets]
 
-        def loss() -> Tensor:
-            rows = (batch.input_ids, batch.position_ids, segments, batch.target_index, batch.targets)
+        def loss(input_ids: Tensor) -> Tensor:
+            rows = (input_ids, batch.position_ids, segments, batch.target_index, batch.targets)
             return packed_loss(self.units, *rows)
 
         # FSDP2 begins and ends a pass where the whole model is called; forward here calls its parts.
-        return call_as(self.model, loss) if isinstance(self.model, FSDPModule) else loss()
+        sharded = isinstance(self.model, FSDPModule)
+        return call_as(self.model, loss, batch.input_ids) if sharded else loss(batch.input_ids)
 
 
 class NativeEngine:

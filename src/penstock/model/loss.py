@@ -72,7 +72,8 @@ def check_logits(model: PreTrainedModel, units: Units) -> None:
     was_training = model.training
     model.eval()
     try:
-        ours = call_as(model, lambda: _plain_logits(units, ids, positions, segments))  # shards are gathered in a call
+        # Shards are gathered in a call.
+        ours = call_as(model, lambda ids: _plain_logits(units, ids, positions, segments), ids)
         inputs = attention_inputs(units.backbone.config, (1, 8), units.backbone.dtype, segments)
         theirs = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits.float()
     finally:
@@ -112,7 +113,7 @@ def _through_head(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def call_as(module: nn.Module, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Run `forward` inside a call of the module.
+    """Run `forward` inside a call of the module, with at least one input: on a GPU, FSDP2 fails without any.
 
     A hook that waits for the module's update, or that gathers its shards, runs when the module is called; reading the
     weights from outside would pass it by.
