@@ -19,8 +19,8 @@ from penstock.presets import Architecture
 
 MATRIX_EFFICIENCY = 0.84
 """Of the rate of one large product."""
-EXPERT_EFFICIENCY = 0.55
-"""Of the same, for grouped products of experts: from 2.18 s of qwen3-30b-a3b on the H200, as Hugging Face runs it."""
+EXPERT_EFFICIENCY = 0.42
+"""Of the same, for grouped products of experts: from the floor of 1.60 s of qwen3-30b-a3b (`selected:36`)."""
 FLASH_EFFICIENCY, ROWS_EFFICIENCY = 0.30, 0.65
 """Of the same, for the causal half of attention, over segments of any length and over whole rows (attention.jsonl);
 backward has 2.5 times the arithmetic."""
