@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from penstock.arguments import (
     read_ratios,
     with_value,
 )
-from penstock.errors import RecipeError, UserError, did_you_mean
+from penstock.errors import RecipeError, UserError, did_you_mean, tell
 from penstock.presets import PRESETS
 from penstock.recipe import to_dict
 from penstock.words import counted
@@ -42,30 +42,30 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         if "--debug" in words:
             traceback.print_exc()
-        _print_error(str(error))
-        return error.exit_code
+        return _fail(str(error), error.exit_code, words, error.found)
     except SystemExit as error:  # tyro has printed help or a usage error already
-        return error.code if isinstance(error.code, int) else 2
+        code = error.code if isinstance(error.code, int) else 2
+        if code and "--json" in words:
+            print(json.dumps({"error": "the command line is at fault; standard error says how", "exit_code": code}))
+        return code
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt:
-        _print_error("interrupted")
-        return 130
+        return _fail("interrupted", 130, words)
     except Exception as error:
         if "--debug" in words:
             traceback.print_exc()
         remedy = "" if "--debug" in words else "\n  Run it again with --debug for the traceback, and please report it."
-        _print_error(f"this is a bug: {type(error).__name__}: {error}{remedy}")
-        return 1
+        return _fail(f"this is a bug: {type(error).__name__}: {error}{remedy}", 1, words)
 
 
-def _print_error(message: str) -> None:
-    """On standard error; a rank leaves it to its launcher, so that it is shown once."""
+def _fail(message: str, exit_code: int, words: list[str], found: Mapping[str, object] | None = None) -> int:
+    """Tell what went wrong; a rank leaves it to its launcher, so that it is shown once."""
     from penstock.launch import leave_error
 
     if not leave_error(message):
-        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print(f"penstock: {rank}{message}", file=sys.stderr)
+        tell(f"rank {os.environ['RANK']}: {message}" if "RANK" in os.environ else message, exit_code, words, found)
+    return exit_code
 
 
 def _dispatch(words: list[str]) -> int:
@@ -208,9 +208,13 @@ def plan(words: list[str]) -> int:
         print(json.dumps(rows) if args.json else "\n".join(report.matrix_lines(machine, cells)))
         return 0
     found = report.make_report(args.recipe, machine, args.gpus, best=args.best)
-    print(json.dumps(report.report_json(found)) if args.json else "\n".join(report.lines(found)))
+    planned = report.report_json(found)
+    if found.plan.fits or not args.json:
+        print(json.dumps(planned) if args.json else "\n".join(report.lines(found)))
     if not found.plan.fits:
-        raise report.refusal(found, ["penstock", "plan" if args.gpu else "train", *words])
+        refusal = report.refusal(found, ["penstock", "plan" if args.gpu else "train", *words])
+        refusal.found = planned
+        raise refusal
     return 0
 
 

@@ -7,13 +7,24 @@ without a traceback. Anything that is not one of these is a bug of ours and exit
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import json
+import sys
+from collections.abc import Iterable, Mapping
+
+
+def tell(message: str, exit_code: int, words: Iterable[str], found: Mapping[str, object] | None = None) -> None:
+    """Print an error. If `words`, a command line, ask for JSON, standard output gets an object, with what was found."""
+    print(f"penstock: {message}", file=sys.stderr)
+    if "--json" in words:
+        print(json.dumps({**(found or {}), "error": message, "exit_code": exit_code}))
 
 
 class UserError(Exception):
     """Something the user can mend. `where` comes first in the message, `remedy` last."""
 
     exit_code = 2
+    found: Mapping[str, object] = {}
+    """What there is to say in JSON beside the error."""
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
         self.what, self.where, self.remedy = what, where, remedy

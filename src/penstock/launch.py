@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.errors import RecipeError
+from penstock.errors import RecipeError, tell
 
 ERRORS = "PENSTOCK_ERRORS"
 """Names a directory in which a rank leaves its error, instead of printing it."""
@@ -96,7 +96,7 @@ def launch(words: Sequence[str], machines: Machines, *, debug: bool) -> int:
             processes.append(_start(words, environment, Path(notes), shown=variables["RANK"] == "0" or debug))
         with _passing_signals_to(processes):
             codes = _wait_for(processes)
-        return _report(codes, Path(notes), first_rank=machines.node_rank * machines.gpus)
+        return _report(codes, Path(notes), words, first_rank=machines.node_rank * machines.gpus)
 
 
 def _start(words: Sequence[str], environment: dict[str, str], notes: Path, *, shown: bool) -> subprocess.Popen[bytes]:
@@ -140,7 +140,7 @@ def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
         return [0 if process in waiting else process.wait() for process in processes]
 
 
-def _report(codes: Sequence[int], notes: Path, *, first_rank: int) -> int:
+def _report(codes: Sequence[int], notes: Path, words: Sequence[str], *, first_rank: int) -> int:
     """Show the error of the rank that failed first, and give its exit code."""
     failed = [(code, first_rank + index) for index, code in enumerate(codes) if code]
     if not failed:
@@ -155,8 +155,9 @@ def _report(codes: Sequence[int], notes: Path, *, first_rank: int) -> int:
         hint = "\n  The kernel does that when host memory is full." if code == -signal.SIGKILL else ""
         said = output.read_text(encoding="utf-8", errors="replace").strip() if output.exists() else ""
         message = f"{how}{hint}" + "".join(f"\n  {line}" for line in said.splitlines()[-10:])
-    print(f"penstock: rank {rank}: {message}", file=sys.stderr)
-    return 128 - code if code < 0 else code
+    exit_code = 128 - code if code < 0 else code
+    tell(f"rank {rank}: {message}", exit_code, words)
+    return exit_code
 
 
 def _time_of(notes: Path, rank: int) -> float:
