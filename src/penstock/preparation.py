@@ -15,13 +15,15 @@ import yaml
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from penstock.checkpoint.resume import as_begun, check_same_run, find_start, goes_on_in, verify_saved
-from penstock.checkpoint.run_dir import check_run_dir
+from penstock.checkpoint.run_dir import check_room, check_run_dir
 from penstock.data.loader import Dataset, prepare
 from penstock.engine.deepspeed_start import can_save, check_deepspeed
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import UserError
 from penstock.hardware import describe, pick_compile, pick_device, pick_dtype
+from penstock.layout import state_bytes
 from penstock.model.load import load_config, load_tokenizer
+from penstock.model.sharded import build_sharded
 from penstock.plan.predict import Plan
 from penstock.plan.report import make_plan, short, with_recompute
 from penstock.probe import known_machine, this_machine
@@ -59,6 +61,29 @@ def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resum
     total_steps = min(steps, recipe.max_steps) if recipe.max_steps else steps
     recipe = replace(recipe, data_format=data.data_format)  # so that `generate` asks as the rows did
     return Run(recipe, device, config, tokenizer, data, total_steps)
+
+
+def check_disk(run: Run, first_step: int, checkpoint_bytes: int, weight_bytes: int) -> None:
+    """Refuse a run that will write more than the disk has room for."""
+    steps, every = max(0, run.total_steps - first_step + 1), run.recipe.save_every
+    check_room(
+        run.recipe.run_dir,
+        checkpoint_bytes=checkpoint_bytes,
+        num_saves=(steps // every if every else 0) + 1 if steps else 0,
+        keep=run.recipe.keep,
+        export_bytes=weight_bytes,
+    )
+
+
+def foresee_disk(run: Run, first_step: int) -> None:
+    """The same before a weight is loaded, which may take long. What DeepSpeed writes is known only once it is there."""
+    if run.recipe.engine == "deepspeed":
+        return
+    dtype = torch.bfloat16 if run.recipe.dtype == "bf16" else torch.float32
+    model = build_sharded(run.recipe, run.config, dtype, lambda model: model.tie_weights())
+    weights = sum(p.nbytes for p in model.parameters())
+    state = sum(state_bytes(p.numel(), run.recipe.states, dtype.itemsize) for p in model.parameters())
+    check_disk(run, first_step, weights + state, weights)
 
 
 def make_repeatable(recipe: Recipe) -> None:
@@ -129,6 +154,7 @@ def dry_run(
         check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
         verify_saved(saved, console.say)
         console.say(f"Would go on after step {saved.step:,}, from {saved.checkpoint.path}.")
+    foresee_disk(run, saved.step + 1 if saved else 1)
     planned(run, console, ALONE)
     train_set = run.data.train
     outlook = Outlook(

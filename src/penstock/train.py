@@ -29,7 +29,7 @@ from penstock.checkpoint.resume import (
     saved_metrics,
     verify_saved,
 )
-from penstock.checkpoint.run_dir import check_room, check_run_dir, make_run_dir, note_ranks
+from penstock.checkpoint.run_dir import check_run_dir, make_run_dir, note_ranks
 from penstock.data.loader import Dataset, Position
 from penstock.early_end import Stop, disk_advice, interrupted, memory_advice, signals
 from penstock.engine import Engine
@@ -43,7 +43,7 @@ from penstock.hardware import describe, pick_device
 from penstock.launch import check_batch
 from penstock.model.flops import flops_per_token
 from penstock.model.load import load_model
-from penstock.preparation import Run, planned, prepare_run
+from penstock.preparation import Run, check_disk, foresee_disk, planned, prepare_run
 from penstock.progress import Progress
 from penstock.recipe import Recipe
 from penstock.report.console import Console
@@ -85,6 +85,9 @@ def train(
                     verify_saved(saved, console.say)
         elif resume:
             console.say(f"There is no checkpoint in {run_dir} yet: beginning with step 1")
+        first_step = saved.step + 1 if saved else 1
+        if world.first:
+            foresee_disk(run, first_step)
         run, plan = planned(run, console, world)
         recipe = run.recipe
         with console.phase(f"Loading {recipe.model}") as loading, memory_advice(recipe):
@@ -99,8 +102,7 @@ def train(
             per_token = flops_per_token(model, run.data.train.mean_length)
         with console.phase(f"Making ready to train in mode {recipe.mode}"), memory_advice(recipe):
             engine, before = start_engine(model, remainders, run, saved, console, world)
-        first_step = saved.step + 1 if saved else 1
-        check_disk(run, engine, first_step, world)
+        check_disk_of(engine, run, first_step, world)
 
         if world.first:
             make_run_dir(recipe, world, keep_checkpoints=saved is not None and own)
@@ -212,22 +214,14 @@ def answer_before(model: PreTrainedModel, run: Run, saved: Saved | None) -> str:
     return answer(model, run.tokenizer, run.recipe, prompt) if prompt else ""
 
 
-def check_disk(run: Run, engine: Engine, first_step: int, world: World = ALONE) -> None:
+def check_disk_of(engine: Engine, run: Run, first_step: int, world: World = ALONE) -> None:
     """Before the first step, see that there is room for all that the run will write. All ranks take part."""
     sizes = {group: sum(t.num_bytes for t in tensors) for group, tensors in engine.saved_tensors().items()}
     checkpoint_bytes = sum(sizes.values())
     if not engine.sharded:  # each rank has tensors of its own
         checkpoint_bytes = int(world.total(torch.tensor(checkpoint_bytes)))
-    if not world.first:
-        return
-    steps, every = max(0, run.total_steps - first_step + 1), run.recipe.save_every
-    check_room(
-        run.recipe.run_dir,
-        checkpoint_bytes=checkpoint_bytes,
-        num_saves=(steps // every if every else 0) + 1 if steps else 0,
-        keep=run.recipe.keep,
-        export_bytes=sizes["weights"],
-    )
+    if world.first:
+        check_disk(run, first_step, checkpoint_bytes, sizes["weights"])
 
 
 def place_in(data: Dataset, saved: Saved | None) -> Position:

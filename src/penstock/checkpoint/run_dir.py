@@ -87,7 +87,8 @@ def check_room(directory: Path, *, checkpoint_bytes: int, num_saves: int, keep: 
     existing = len(find(directory / CHECKPOINTS))
     # While the last one is written, all that will be kept are there; those that are there now are paid for.
     more = max(0, min(existing + num_saves - 1, keep) + 1 - existing) if num_saves and keep else 0
-    needed, free = more * checkpoint_bytes + export_bytes, shutil.disk_usage(directory).free
+    there = next(path for path in (directory, *directory.resolve().parents) if path.exists())
+    needed, free = more * checkpoint_bytes + export_bytes, shutil.disk_usage(there).free
     if needed > free:
         raise DoesNotFit(
             f"needs {size(needed)} of disk, {size(free)} are free: {counted(more, 'more checkpoint')} of "
