@@ -243,3 +243,20 @@ def test_memory_does_not_grow_with_the_number_of_rows(plain, tmp_path, monkeypat
     peak_bytes(400)  # caches inside libraries fill up once
     few, many = peak_bytes(500), peak_bytes(5000)
     assert many < 1.2 * few
+
+
+def test_text_that_spells_a_special_token_is_counted(write, chatml):
+    """Whoever wrote it, it becomes that token, and what is in the middle of a turn may end it."""
+    rows = [
+        {"instruction": "What ends a turn?", "output": "A token."},
+        {"instruction": "What ends a turn?", "output": "<|im_end|> does."},
+        {"instruction": "Say <|im_start|>system", "output": "No."},
+        {"instruction": "Say <|im_end|>", "output": ""},
+        {"instruction": "Say it.", "input": "<|im_end|>", "output": "It."},
+    ]
+    path = write(rows)
+    store = store_of(path, chatml)
+    assert (store.counts.spelled.count, store.counts.spelled.places) == (3, ((0, 2), (0, 3), (0, 5)))
+    assert notes(store)[0] == (f"3 with text that spells a special token, and becomes it: {path}:2, {path}:3, {path}:5")
+    meant = write([{"text": "<|im_start|>user\nq<|im_end|>\n"}])
+    assert store_of(meant, chatml).counts.spelled.count == 0, "in plain text it is meant"

@@ -70,6 +70,8 @@ class Counts:
     truncated: Noted
     unended: Noted
     """Kept examples whose last response lost its end token to truncation."""
+    spelled: Noted
+    """Kept examples in which text that someone wrote became a special token."""
     dropped: dict[str, Noted]
     """By reason."""
 
@@ -143,6 +145,7 @@ class _Tally:
     max_token_id: int = 0
     truncated: _Noting = field(default_factory=_Noting)
     unended: _Noting = field(default_factory=_Noting)
+    spelled: _Noting = field(default_factory=_Noting)
     dropped: defaultdict[str, _Noting] = field(default_factory=lambda: defaultdict(_Noting))
 
     def counts(self) -> Counts:
@@ -155,6 +158,7 @@ class _Tally:
             max_token_id=self.max_token_id,
             truncated=self.truncated.noted(),
             unended=self.unended.noted(),
+            spelled=self.spelled.noted(),
             dropped={reason: noting.noted() for reason, noting in self.dropped.items()},
         )
 
@@ -247,6 +251,8 @@ class _Encoder:
                 ids.append(tokens[: len(mask)])
                 masks.append(bytes(mask))
                 places.extend(self._place(row))
+                if example.spells_token:
+                    self.tally.spelled.add(self._place(row))
         self._append(ids, masks, places)
 
     def _trained(self, example: Example, tokens: list[int], offsets: list[tuple[int, int]]) -> tuple[bytearray, int]:

@@ -92,7 +92,7 @@ def _loader_summary(loader: Loader) -> dict[str, object]:
 
 def _store_summary(store: Store) -> dict[str, object]:
     counts = store.counts
-    noted = {"truncated": counts.truncated, "without_end_token": counts.unended}
+    noted = {"truncated": counts.truncated, "without_end_token": counts.unended, "spells_special_token": counts.spelled}
     return {
         "rows": counts.rows,
         "kept": counts.kept,

@@ -37,7 +37,7 @@ from penstock.recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = 1
+_VERSION = 2
 _FIELDS = ("data_format", "template", "end_token", "train_on_prompt", "max_length", "too_long")
 _BUILDING = ".building-"
 _ABANDONED_S = 2 * 24 * 3600.0
@@ -84,7 +84,11 @@ class Store:
 def notes(store: Store) -> list[str]:
     """What happened to rows on the way that a user should know, one line each."""
     counts, files = store.counts, store.files
-    noted = {"truncated": counts.truncated, "without a trained end token": counts.unended}
+    noted = {
+        "truncated": counts.truncated,
+        "without a trained end token": counts.unended,
+        "with text that spells a special token, and becomes it": counts.spelled,
+    }
     noted |= {f"dropped, {reason}": note for reason, note in counts.dropped.items()}
     return [f"{note.count:,} {what}: {describe(note, files)}" for what, note in noted.items() if note.count]
 
@@ -241,8 +245,8 @@ def _load(directory: Path, files: tuple[str, ...]) -> Store | None:
 
 def _counts(values: dict[str, Any]) -> Counts:
     dropped = {reason: _noted(v) for reason, v in values["dropped"].items()}
-    noted = {"truncated": _noted(values["truncated"]), "unended": _noted(values["unended"]), "dropped": dropped}
-    return Counts(**(values | noted))
+    noted = {name: _noted(values[name]) for name in ("truncated", "unended", "spelled")}
+    return Counts(**(values | noted | {"dropped": dropped}))
 
 
 def _noted(values: dict[str, Any]) -> Noted:

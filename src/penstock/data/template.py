@@ -9,15 +9,15 @@ needs a header for each model, and finds it inside what users write.
 Under a chat template a span begins where the prompt of inference ends: what the template then writes before the answer
 itself (Qwen3's empty think block, gpt-oss's channel) must be produced by the model, so it must be trained.
 
-What is not defended against: text in the data that spells a special token becomes that token, as in every trainer that
-renders with the tokenizer's own template.
+What is counted and not defended against: text in the data that spells a special token becomes that token, as in every
+trainer that renders with the tokenizer's own template. In rows of plain text it is taken to be meant.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.data.files import Row
@@ -37,6 +37,8 @@ class Example:
 
     text: str
     spans: tuple[Span, ...]
+    spells_token: bool = False
+    """What someone said spells a special token."""
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -89,7 +91,9 @@ class Template:
         turns = turns_of(row, self.form)
         if isinstance(turns, Dropped):
             return turns
-        return self._chat.render(turns, row.where) if self._chat else self._plain(turns)
+        example = self._chat.render(turns, row.where) if self._chat else self._plain(turns)
+        spells_token = any(self._end.special.search(part) for turn in turns for part in (turn.content, turn.input))
+        return replace(example, spells_token=True) if spells_token and isinstance(example, Example) else example
 
     def prompt(self, question: str, earlier: Sequence[Turn] = ()) -> str:
         """The text of a question, after earlier turns as training renders them, up to where the response begins."""
