@@ -35,7 +35,12 @@ def test_json_array_rows_carry_the_line_they_begin_on(write):
 
 
 def test_json_array_on_one_line(write):
-    assert [r.fields for r in read(write(json.dumps(ROWS), "my.json"))] == ROWS
+    path = write(json.dumps(ROWS), "my.json")
+    assert [r.fields for r in read(path)] == ROWS
+    assert [r.where for r in read(path)] == [f"{path}:1", f"{path}, row 2"], "a line that all rows share says nothing"
+    mixed = write('[{"a": 1},\n {"a": 2}, {"a": 3},\n\n{"a": 4}]', "mixed.json")
+    assert [r.where.removeprefix(str(mixed)) for r in read(mixed)] == [":1", ":2", ", row 3", ":4"]
+    assert error(write('[{"a": 1}, {"a": 2}, 3]', "bad.json")).where.endswith("bad.json, row 3")
 
 
 def test_json_file_with_one_object_a_line(write):

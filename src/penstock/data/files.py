@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -28,7 +29,11 @@ _BLANK = re.compile(r"[ \t\n\r]*")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row and where it came from. `line` counts from 1; for Parquet and Hub rows it is the number of the row."""
+    """One row and where it came from.
+
+    `line` counts from 1. For Parquet and Hub rows it is the number of the row, and in an array that goes on on the same
+    line the negative of that.
+    """
 
     fields: dict[str, Any]
     file: str
@@ -37,7 +42,12 @@ class Row:
     @property
     def where(self) -> str:
         """file:line."""
-        return f"{self.file}:{self.line}"
+        return place_name(self.file, self.line)
+
+
+def place_name(file: str, line: int) -> str:
+    """file:line, for messages."""
+    return f"{file}:{line}" if line > 0 else f"{file}, row {-line:,}"
 
 
 _ONE_ROW = "It needs at least one row; was it written to the end?"
@@ -120,7 +130,7 @@ _MEND = "Mend or remove the line; if it is the last one, see that the file was w
 
 def _row(value: object, source: str, name: str, line: int) -> Row:
     """`value`, parsed from `source`, as a row."""
-    where = f"{name}:{line}"
+    where = place_name(name, line)
     if not isinstance(value, dict):
         kind = {list: "an array", str: "text", type(None): "null", bool: "true or false"}.get(type(value), "a number")
         remedy = 'Each row is an object such as {"prompt": "...", "completion": "..."}.'
@@ -239,9 +249,10 @@ class _Window:
 def _array(window: _Window) -> Iterator[Row]:
     window.advance(window.at + 1)
     if window.peek() != "]":
-        while True:
+        last = 0
+        for number in itertools.count(1):
             window.peek()
-            line = window.line
+            line, last = -number if window.line == last else window.line, window.line
             value, source = window.value()
             yield _row(value, source, window.name, line)
             mark = window.peek()

@@ -16,7 +16,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from penstock.data.store import Store, notes, place_name
+from penstock.data.files import place_name
+from penstock.data.store import Store, notes
 from penstock.words import counted
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _store_summary(store: Store) -> dict[str, object]:
         "longest": counts.longest,
         **{name: note.count for name, note in noted.items()},
         "dropped": {
-            reason: {"count": note.count, "first": [place_name(store.files, place) for place in note.places]}
+            reason: {"count": note.count, "first": [place_name(store.files[file], line) for file, line in note.places]}
             for reason, note in counts.dropped.items()
         },
     }

@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from penstock.cache import cache_dir
 from penstock.data.encoding import DTYPES, Counts, Noted, Unwritable, Written, write_examples, writing
+from penstock.data.files import place_name
 from penstock.data.source import Source
 from penstock.data.turns import Format
 from penstock.errors import DataError, DoesNotFit
@@ -78,7 +79,7 @@ class Store:
 
     def where(self, i: int) -> str:
         """file:line of example i."""
-        return place_name(self.files, (int(self.places[2 * i]), int(self.places[2 * i + 1])))
+        return place_name(self.files[self.places[2 * i]], int(self.places[2 * i + 1]))
 
 
 def notes(store: Store) -> list[str]:
@@ -95,13 +96,8 @@ def notes(store: Store) -> list[str]:
 
 def describe(noted: Noted, files: tuple[str, ...]) -> str:
     """The first places of something, for a message."""
-    places = ", ".join(place_name(files, place) for place in noted.places)
+    places = ", ".join(place_name(files[file], line) for file, line in noted.places)
     return f"{places}, ..." if noted.count > len(noted.places) else places
-
-
-def place_name(files: tuple[str, ...], place: tuple[int, int]) -> str:
-    """file:line of a place in the counts."""
-    return f"{files[place[0]]}:{place[1]}"
 
 
 def open_store(
