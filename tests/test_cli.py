@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -121,6 +123,24 @@ def test_a_bad_yaml_file_is_refused_by_name(tmp_path, text, message):
     with pytest.raises(RecipeError, match=message) as caught:
         find_recipe(str(path))
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_before_the_first_step_is_said(number, code, tmp_path, monkeypatch, capsys):
+    def loads_for_long(*_, **__):
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        except Exception as error:  # as libraries do
+            raise AssertionError("swallowed") from error
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("penstock.train.load", loads_for_long)
+    assert main(["train", "demo", "--json", "--output-dir", str(tmp_path / "run")]) == code
+    said = capsys.readouterr()
+    assert f"stopped by {number.name} while no step was under way" in said.err
+    assert json.loads(said.out)["exit_code"] == code
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_output_directory_that_cannot_be_written_is_found_first(tmp_path, capsys):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 
 import tyro
@@ -38,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     try:
-        return _dispatch(words)
+        with _ended_by_sigterm():
+            return _dispatch(words)
     except UserError as error:
         if "--debug" in words:
             traceback.print_exc()
@@ -50,13 +53,32 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except BrokenPipeError:
         return 0
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130, words)
+    except KeyboardInterrupt as error:
+        name, code = ("SIGTERM", 143) if error.args else ("SIGINT", 130)
+        when = " while no step was under way" if words[:1] == ["train"] else ""
+        return _fail(f"stopped by {name}{when}", code, words)
     except Exception as error:
         if "--debug" in words:
             traceback.print_exc()
         remedy = "" if "--debug" in words else "\n  Run it again with --debug for the traceback, and please report it."
         return _fail(f"this is a bug: {type(error).__name__}: {error}{remedy}", 1, words)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does, until the steps of a run have handlers of their own."""
+
+    def handle(*_: object) -> None:
+        raise KeyboardInterrupt("SIGTERM")  # nothing that takes an Exception for a fault of its own may swallow it
+
+    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+        yield
+        return
+    old = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
 
 
 def _fail(message: str, exit_code: int, words: list[str], found: Mapping[str, object] | None = None) -> int:
