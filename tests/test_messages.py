@@ -18,6 +18,7 @@ INTERNAL = {
     "AttributeError": "Python's own protocol: a name that the package does not have",
     "ConstructorError": "becomes `is not YAML`",
     "EOFError": "a checkpoint that was whole a moment ago is changed while it is read: not the user's to mend",
+    "KeyboardInterrupt": "becomes `stopped by SIGTERM`",
     "ValueError": "becomes a damaged manifest, a damaged header, or a line of a benchmark's table",
     "Unwritable": "becomes `tokenized rows cannot be written`",
     "_Refused": "becomes a row that is refused",
