@@ -26,8 +26,8 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 
-_PIECE_BYTES = 8 * 2**20
-"""Read at once by each of transformers' four loading threads."""
+_PIECE_BYTES = 4 * 2**20
+"""Read at once by each of transformers' four loading threads, whose allocators may keep a second piece each."""
 _HEADER_LIMIT = 100 * 2**20  # safetensors' own
 
 DTYPES = {
