@@ -7,10 +7,9 @@ import json
 import os
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import tyro
@@ -33,6 +32,7 @@ from penstock.arguments import (
 from penstock.errors import RecipeError, UserError, did_you_mean, tell
 from penstock.presets import PRESETS
 from penstock.recipe import to_dict
+from penstock.signals import handling
 from penstock.words import counted
 
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     try:
-        with _ended_by_sigterm():
+        with handling(_end, signal.SIGTERM):
             return _dispatch(words)
     except UserError as error:
         if "--debug" in words:
@@ -64,21 +64,9 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(f"this is a bug: {type(error).__name__}: {error}{remedy}", 1, words)
 
 
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def _end(*_: object) -> None:
     """SIGTERM ends a command as Ctrl-C does, until the steps of a run have handlers of their own."""
-
-    def handle(*_: object) -> None:
-        raise KeyboardInterrupt("SIGTERM")  # nothing that takes an Exception for a fault of its own may swallow it
-
-    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
-        yield
-        return
-    old = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, old)
+    raise KeyboardInterrupt("SIGTERM")  # nothing that takes an Exception for a fault of its own may swallow it
 
 
 def _fail(message: str, exit_code: int, words: list[str], found: Mapping[str, object] | None = None) -> int:

@@ -19,6 +19,7 @@ from penstock.checkpoint.run_dir import CHECKPOINTS
 from penstock.checkpoint.store import find
 from penstock.errors import DoesNotFit, Interrupted, OutputError
 from penstock.recipe import Recipe
+from penstock.signals import handling
 
 
 class Stop:
@@ -37,12 +38,8 @@ def signals() -> Iterator[Stop]:
             os._exit(128 + number)
         stop.number = number
 
-    old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with handling(handle, signal.SIGTERM, signal.SIGINT):
         yield stop
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 def interrupted(recipe: Recipe, stop: Stop, step: int, total_steps: int) -> Interrupted:

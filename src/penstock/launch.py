@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import RecipeError, tell
+from penstock.signals import handling
 
 ERRORS = "PENSTOCK_ERRORS"
 """Names a directory in which a rank leaves its error, instead of printing it."""
@@ -117,12 +118,8 @@ def _passing_signals_to(processes: Sequence[subprocess.Popen[bytes]]) -> Iterato
             if process.returncode is None:
                 os.kill(process.pid, number)
 
-    old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with handling(handle, signal.SIGTERM, signal.SIGINT):
         yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:

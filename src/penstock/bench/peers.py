@@ -15,7 +15,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ import psutil
 from penstock.cache import cache_dir
 from penstock.errors import Interrupted
 from penstock.recipe import Recipe, to_dict
+from penstock.signals import handling
 
 PEERS = ("deepspeed", "torchao", "flashoptim")
 MODES = ("superoffload", "zerooffload")
@@ -152,14 +152,8 @@ def _stoppable(results: Path) -> Iterator[None]:
         what, remedy = "stopped by SIGTERM; the rows so far are written", "The same command again adds rows to them."
         raise Interrupted(what, signal_number=number, where=str(results), remedy=remedy)
 
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+    with handling(stop, signal.SIGTERM):
         yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def tree_bytes(pid: int) -> int:
