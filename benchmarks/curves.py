@@ -19,7 +19,8 @@ import torch
 import yaml
 
 from penstock.data.loader import Position
-from penstock.engine.native import NativeEngine, PackedModel, decay_groups
+from penstock.engine.native import NativeEngine, decay_groups
+from penstock.engine.packed import PackedModel
 from penstock.hardware import describe, pick_device
 from penstock.model.load import load_model
 from penstock.preparation import prepare_run

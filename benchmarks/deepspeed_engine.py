@@ -18,7 +18,8 @@ import yaml
 
 from penstock.data.loader import Position
 from penstock.engine.deepspeed import DeepSpeedEngine
-from penstock.engine.native import NativeEngine, full_batch
+from penstock.engine.native import NativeEngine
+from penstock.engine.trial import full_batch
 from penstock.model.load import load_config, load_model
 from penstock.preparation import prepare_run
 from penstock.presets import PRESETS

@@ -24,8 +24,9 @@ def measure(kind: str, preset: str, batch_size: int, micro: int, steps: int) -> 
     import torch
     import torch.distributed as dist
 
-    from penstock.engine.native import NativeEngine, full_batch
+    from penstock.engine.native import NativeEngine
     from penstock.engine.sharded import load_for_ranks
+    from penstock.engine.trial import full_batch
     from penstock.hardware import pick_device, pick_dtype
     from penstock.model.load import load_config, load_model
     from penstock.presets import PRESETS

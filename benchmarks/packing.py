@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from penstock.data.loader import Position, prepare
-from penstock.engine.native import NativeEngine, full_batch
+from penstock.engine.native import NativeEngine
+from penstock.engine.trial import full_batch
 from penstock.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.offload.timing import median_seconds

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from penstock.engine.deepspeed import DeepSpeedEngine
-from penstock.engine.native import NativeEngine, full_batch
+from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import find_world, joined
+from penstock.engine.trial import full_batch
 from penstock.model.load import load_config, load_model
 from penstock.presets import PRESETS
 

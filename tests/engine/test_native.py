@@ -8,7 +8,8 @@ import torch
 
 from penstock.data.loader import Position, prepare
 from penstock.engine import native
-from penstock.engine.native import NativeEngine, decay_groups, full_batch
+from penstock.engine.native import NativeEngine, decay_groups
+from penstock.engine.trial import full_batch
 from penstock.errors import DoesNotFit
 from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.offload.kernels import join

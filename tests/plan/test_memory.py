@@ -7,7 +7,8 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from penstock.engine.native import PackedModel, full_batch
+from penstock.engine.packed import PackedModel
+from penstock.engine.trial import full_batch
 from penstock.model.attention import VARLEN
 from penstock.plan import memory
 from penstock.plan.architecture import from_config

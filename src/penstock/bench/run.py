@@ -25,7 +25,9 @@ from transformers import PreTrainedModel
 from penstock.bench.peers import CLIPS, STATES, Peer, peers_of, run_peer
 from penstock.bench.rows import Memory, Results, Row, table
 from penstock.data.loader import MicroBatch
-from penstock.engine.native import NativeEngine, PackedModel, drop_gradient, full_batch
+from penstock.engine.native import NativeEngine
+from penstock.engine.packed import PackedModel
+from penstock.engine.trial import drop_gradient, full_batch
 from penstock.errors import DoesNotFit, RecipeError, UserError
 from penstock.hardware import describe, pick_compile, pick_device, pick_dtype
 from penstock.model.flops import flops_per_token

@@ -24,7 +24,8 @@ from penstock.data.loader import MicroBatch
 from penstock.engine import Held, StepResult, UnitState
 from penstock.engine.deepspeed_config import LEAF_MODULES, deepspeed_json
 from penstock.engine.deepspeed_start import can_save, start_deepspeed
-from penstock.engine.native import PackedModel, decay_groups, held_memory, mean_loss, module_names
+from penstock.engine.native import decay_groups, held_memory, mean_loss, module_names
+from penstock.engine.packed import PackedModel
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import Diverged
 from penstock.hardware import pick_device

@@ -2,64 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
 from penstock.engine import Held, StepResult, UnitState
+from penstock.engine.packed import PackedModel
 from penstock.engine.ranks import ALONE, World
+from penstock.engine.trial import try_once
 from penstock.errors import DoesNotFit
 from penstock.hardware import pick_compile
-from penstock.model.attention import Segments, use_attention
-from penstock.model.compiled import set_compile
-from penstock.model.loss import call_as, check_logits, packed_loss
-from penstock.model.recompute import set_recompute
-from penstock.model.units import find_units
 from penstock.offload.housing import round_off
-from penstock.offload.lanes import Span, to_device
+from penstock.offload.lanes import Span
 from penstock.offload.optimizer import OffloadAdamW
 from penstock.offload.shards import local
 from penstock.offload.state import SavedTensor, state_tensors, weight_tensors
-from penstock.recipe import Recipe, dials, parse_homes
-
-
-class PackedModel:
-    """A model made ready for packed rows: attention, recompute, and the loss of a micro-batch."""
-
-    def __init__(self, model: PreTrainedModel, recipe: Recipe, say: Callable[[str], None]) -> None:
-        self.model = model
-        self.units = find_units(model)
-        self.device = next(model.parameters()).device
-        use_attention(model, recipe.attention)
-        check_logits(model, self.units)
-        layers, compiled = self.units.layers, pick_compile(recipe, self.device)
-        set_recompute(layers, dials("none", len(layers)))
-        set_recompute(layers, set_compile(layers, compiled, say, dials(recipe.recompute, len(layers))))
-        model.train()
-
-    def loss_sum(self, batch: MicroBatch) -> Tensor:
-        """Sum of the losses of the trained tokens."""
-        with to_device(self.device) as made:
-            batch, segments = batch.to(self.device), Segments.of(batch.boundaries, self.device)
-            made += [batch.input_ids, batch.position_ids, batch.target_index, batch.targets, segments.offsets]
-
-        def loss(input_ids: Tensor) -> Tensor:
-            rows = (input_ids, batch.position_ids, segments, batch.target_index, batch.targets)
-            return packed_loss(self.units, *rows)
-
-        # FSDP2 begins and ends a pass where the whole model is called; forward here calls its parts.
-        sharded = isinstance(self.model, FSDPModule)
-        return call_as(self.model, loss, batch.input_ids) if sharded else loss(batch.input_ids)
+from penstock.recipe import Recipe, parse_homes
 
 
 class NativeEngine:
@@ -105,6 +69,7 @@ class NativeEngine:
             units=self.packed.units.layers,
             activation_bytes=trial.activation_bytes,
             kept_bytes=trial.kept_bytes,
+            taken_after=trial.taken_after,
             accumulates=accumulates,
             forward_seconds=trial.forward_seconds,
             backward_seconds=trial.backward_seconds,
@@ -268,89 +233,6 @@ def out_of_memory(parts: dict[str, int], recipe: Recipe) -> DoesNotFit:
         where=recipe.name,
         remedy=f"Try {', or '.join(flag for useful, flag in changes if useful)}.",
     )
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What one full micro-batch takes beside the weights."""
-
-    activation_bytes: int
-    """The most at any time, if every gradient is dropped as soon as it is there."""
-    kept_bytes: int
-    """The most at any time, with the gradients kept: less than both sums, as activations go while gradients come."""
-    forward_seconds: float
-    backward_seconds: float
-    start_seconds: float
-    """Before the one that was timed: compiling, mostly."""
-
-
-def try_once(packed: PackedModel, recipe: Recipe, *, keeping: bool) -> Trial:
-    """Forward and backward of a full micro-batch, to see what they need before state takes the rest.
-
-    `keeping`: all gradients of one micro-batch are there at once, so that its activations and they share the peak.
-    """
-    if packed.device.type != "cuda":
-        return Trial(0, 0, 0.0, 0.0, 0.0)
-    batch = full_batch(recipe.rows_at_once, recipe.max_length, packed.model.config.get_text_config().vocab_size)
-    parameters = [p for p in packed.model.parameters() if p.requires_grad]
-    hooks = [p.register_post_accumulate_grad_hook(drop_gradient) for p in parameters]
-    before = torch.cuda.memory_allocated(packed.device)
-
-    def peak() -> int:
-        torch.cuda.synchronize(packed.device)
-        return torch.cuda.max_memory_allocated(packed.device) - before
-
-    # Before the one that counts, what packed rows and whole ones need is compiled, and workspaces are made.
-    cuts = (start + recipe.max_length // 3 for start in batch.boundaries[:-1])
-    several = replace(batch, boundaries=tuple(sorted({*batch.boundaries, *cuts})))
-    began = time.perf_counter()
-    try:
-        for trial in (several, batch, batch) if pick_compile(recipe, packed.device) else (batch, batch):
-            start_seconds = time.perf_counter() - began
-            torch.cuda.reset_peak_memory_stats(packed.device)
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-            marks[0].record()
-            loss = packed.loss_sum(trial)
-            marks[1].record()
-            loss.backward()
-            marks[2].record()
-            del loss
-            activation_bytes = peak()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    forward, backward = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
-    kept_bytes = activation_bytes + sum(local(p).nbytes for p in parameters)
-    certain = kept_bytes < torch.cuda.mem_get_info(packed.device)[0]
-    if keeping and (certain or not isinstance(packed.model, FSDPModule)):
-        # Activations go while gradients come, so that it may fit where the sum of both does not. Ranks do not try: one
-        # that ran out of memory would leave the others waiting.
-        with suppress(torch.OutOfMemoryError):
-            torch.cuda.reset_peak_memory_stats(packed.device)
-            packed.loss_sum(batch).backward()
-            kept_bytes = peak()
-        packed.model.zero_grad()
-    return Trial(activation_bytes, kept_bytes, forward, backward, start_seconds)
-
-
-def full_batch(rows: int, length: int, vocab_size: int) -> MicroBatch:
-    """Rows without padding, each one example, every token trained on: the most that a micro-batch can take."""
-    ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
-    places = torch.arange(rows * length).view(rows, length)
-    return MicroBatch(
-        input_ids=ids,
-        position_ids=places % length,
-        boundaries=tuple(range(0, rows * length + 1, length)),
-        target_index=places[:, :-1].flatten(),
-        targets=ids[:, 1:].flatten(),
-        num_tokens=rows * length,
-        num_trained=rows * (length - 1),
-    )
-
-
-def drop_gradient(parameter: Tensor) -> None:
-    """A hook for a backward whose gradients nobody wants."""
-    parameter.grad = None
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

@@ -24,6 +24,7 @@ def need_of(
     in_backward: bool,
     leave: bool,
     hidden_seconds: float,
+    end_bytes: float | None = None,
 ) -> Need:
     """What state, gradients and activations take. Unknown activations: a quarter of the GPU.
 
@@ -48,6 +49,7 @@ def need_of(
         kept_bytes=all_kept if kept_bytes is None else kept_bytes,
         gradients_leave=leave and not in_backward and not accumulates,
         hidden_seconds=hidden_seconds,
+        end_bytes=None if in_backward else end_bytes,
     )
 
 

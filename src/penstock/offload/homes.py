@@ -155,6 +155,9 @@ class StreamHome:
     A thread gives the copies to the device, each only when its slot is free. Enqueueing all of them at once was
     rejected: the copies of one direction, whatever their stream, are made in the order in which they were enqueued, so
     that a copy waiting for its slot would hold up the next batch and the weights of `host`.
+
+    Some chunks come before their update, while backward still runs, into memory that activations have left: then the
+    link has nothing else to bring. They are spread over forward, so that both ways are busy in all of it.
     """
 
     name = "stream"
@@ -174,6 +177,13 @@ class StreamHome:
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
         self._free = [main_mark(device)] * NUM_SLOTS
         self._home_again: dict[Chunk, Mark] = {}  # after which a chunk's state is back from its last update
+        self._last_out = Mark()
+        self._device, self._chunks = device, list(chunks)
+        self._early: list[Chunk] = []  # those that come before their update, in the order of forward
+        self._to_come: deque[Chunk] = deque()  # of them, those that have not come in this step
+        self._come_bytes = 0
+        self._there: dict[Chunk, tuple[Tensor, Mark]] = {}  # the thread's: what has come, and when it has arrived
+        self._early_out: deque[Mark] = deque()
         self._in, self._out = Lane("in", device, tape, to_device=True), Lane("out", device, tape)
         self._lane = Lane("update", device, tape, urgent=True)
         self._turn = 0
@@ -193,33 +203,79 @@ class StreamHome:
                 self._waiting.popleft().result()
         return future
 
+    def choose_early(self, num_bytes: float) -> None:
+        """As many chunks as that holds come before their update from now on, where `bring` has room for them."""
+        count = min(len(self._chunks), int(num_bytes // max(1, self._slots[0].nbytes)))
+        self._early = [self._chunks[(2 * i + 1) * len(self._chunks) // (2 * count)] for i in range(count)]
+        self.new_step()
+
+    def bring(self, room: float) -> None:
+        """Bring the next of them in, as long as all that came in this step fit `room` bytes."""
+        while self._to_come and self._come_bytes + self._to_come[0].state_bytes <= room:
+            chunk = self._to_come.popleft()
+            try:
+                slot = torch.empty(chunk.state_bytes, dtype=torch.uint8, device=self._device)
+            except torch.OutOfMemoryError:  # in pieces that are too small: what cannot come early streams
+                self._early, self._to_come = [], deque()
+                return
+            self._come_bytes += chunk.state_bytes
+            # Its memory was an activation's until here, so nothing may be written there before the device is as far.
+            self._order.submit(self._bring_now, chunk, slot, main_mark(self._device))
+
+    def new_step(self) -> None:
+        """Forget what came and was not updated."""
+        if self._come_bytes:
+            self._order.submit(self._there.clear)
+        self._to_come, self._come_bytes = deque(self._early), 0
+
+    @torch.no_grad()
+    def _bring_now(self, chunk: Chunk, slot: Tensor, free: Mark) -> None:
+        self._in.wait(free)
+        self._there[chunk] = slot, self._copy_in(chunk, slot)
+        self._in.uses(slot)
+
     @torch.no_grad()
     def _update_now(self, update: Update) -> Mark:
         """In, update, out, each on its lane; the lanes of different chunks overlap."""
-        turn, self._turn = self._turn % len(self._slots), self._turn + 1
-        slot, home = self._slots[turn][: update.chunk.state_bytes], self._state[update.chunk]
-        self._free[turn].wait_on_host()  # or the chunk would land on one that has not left yet
-        last = self._home_again.get(update.chunk, Mark())
-        last.wait_on_host()  # or, of few chunks, it would set out before it came home
-        with self._in.work():
-            slot.copy_(home, non_blocking=True)
-        self._lane.wait(self._in.mark())  # or the kernel would read what was in the slot before
+        there = self._there.pop(update.chunk, None)
+        if there is not None:
+            slot, arrived = there
+            if len(self._early_out) >= NUM_SLOTS:  # or forward would be enqueued before there is memory for it
+                self._early_out.popleft().wait_on_host()
+        else:
+            turn, self._turn = self._turn % len(self._slots), self._turn + 1
+            slot = self._slots[turn][: update.chunk.state_bytes]
+            self._free[turn].wait_on_host()  # or the chunk would land on one that has not left yet
+            arrived = self._copy_in(update.chunk, slot)
+        self._lane.wait(arrived)  # or the kernel would read what was in the slot before
         updated = _update_on_device(self._lane, update, slot)
         self._out.wait(updated)  # or old state would travel home
         with self._out.work():
-            home.copy_(slot, non_blocking=True)
-        self._free[turn] = self._home_again[update.chunk] = self._out.mark()
+            self._state[update.chunk].copy_(slot, non_blocking=True)
+        self._last_out = self._home_again[update.chunk] = self._out.mark()
+        if there is None:
+            self._free[turn] = self._last_out
+        else:
+            self._early_out.append(self._last_out)
+            self._lane.uses(slot)
+            self._out.uses(slot)
         return updated
 
+    def _copy_in(self, chunk: Chunk, slot: Tensor) -> Mark:
+        last = self._home_again.get(chunk, Mark())
+        last.wait_on_host()  # or, of few chunks, it would set out before it came home
+        with self._in.work():
+            slot.copy_(self._state[chunk], non_blocking=True)
+        return self._in.mark()
+
     def state(self, chunk: Chunk) -> Tensor:
-        """In the arena, once everything is home."""
+        """In the arena, once everything is home. It may be written, so that what came early is void."""
         self._come_home()
         return self._state[chunk]
 
     def _come_home(self) -> None:
-        self._order.submit(lambda: None).result()
-        for mark in self._free:
-            mark.wait_on_host()
+        self._order.submit(self._there.clear).result()
+        self._last_out.wait_on_host()
 
     def weight_was_set(self, chunk: Chunk, weight: Tensor) -> None:
         """There is no second copy of it."""
@@ -274,6 +330,10 @@ class HostHome:
                 landing.copy_(gradient, non_blocking=True)
             self._down.uses(gradient)  # or the allocator would give its memory to the next layer in mid-copy
             self._arrived[chunk] = self._down.mark()
+
+    def sent(self) -> Mark:
+        """The point after which all gradients that were sent down have arrived."""
+        return self._down.mark()
 
     def update(self, update: Update) -> Future[Mark]:
         """Queue the chunk for the threads; they take it when its gradient and the scalars are there."""

@@ -57,6 +57,11 @@ class Housing:
         starts = range(0, size, chunk_size)
         return [Chunk(index, start, min(chunk_size, size - start), p.dtype, self._states, offset) for start in starts]
 
+    @property
+    def stream(self) -> StreamHome | None:
+        """The home whose state may come early."""
+        return next((home for home, _ in self.homes if isinstance(home, StreamHome)), None)
+
     @torch.no_grad()
     def start_from(self, remainders: Mapping[int, Tensor] | None = None) -> None:
         """Every home learns the weights it starts from, and what was rounded off them, by parameter."""

@@ -16,6 +16,7 @@ rejected: a rollback cannot restore the bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.hardware import near_cores
 from penstock.layout import DEFAULT_CHUNK, HomeName
+from penstock.offload.ahead import Ahead
 from penstock.offload.auto import choose_homes, need_of
 from penstock.offload.formats import StateName, StateView, format_named
 from penstock.offload.homes import Coefficients, HostHome, Update
@@ -65,8 +67,10 @@ class OffloadAdamW(torch.optim.Optimizer):
       questions of speed and change no bit; so are `forward_seconds` and `backward_seconds`, what can hide the updates.
     - `working_dtype`: bf16 rounds fp32 weights and keeps what they lose.
     - `activation_bytes`, `kept_bytes`: the most that forward and backward take on the GPU, without and with gradients,
-      so that `homes="auto"` can fill the rest; unknown, a quarter of the GPU is left to them. `accumulates` says that
-      all gradients of one micro-batch are there while the next one runs.
+      so that `homes="auto"` can fill the rest; unknown, a quarter of the GPU is left to them. `taken_after` is what is
+      taken from the gradient of each parameter to the end of backward, at most and with all gradients: what it leaves
+      of `kept_bytes` is room for streamed state. `accumulates` says that all gradients of one micro-batch are there
+      while the next one runs.
     - `micro_batches`: backward passes in a step, for loops that cannot call `accumulate()`.
     - `units`: modules that are called as a whole, if those are not the elements of each ModuleList.
     - `remainders`: what bf16 weights lost when whoever loaded them rounded them, by `kernels.split`, as flat tensors.
@@ -95,6 +99,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         working_dtype: torch.dtype | None = None,
         activation_bytes: int | None = None,
         kept_bytes: int | None = None,
+        taken_after: Mapping[nn.Parameter, int] | None = None,
         accumulates: bool = False,
         micro_batches: int = 1,
         forward_seconds: float = 0.0,
@@ -124,6 +129,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self.tape = Tape(self._device)
         self._near = near_cores(self._device)
         self._cores = self._near[: max(1, int(len(self._near) * cpu_adam_cores))]
+        peak_bytes, taken = float(kept_bytes or 0), [(taken_after or {}).get(p, math.inf) for p in self._parameters]
         if homes == "auto":
             need = need_of(
                 [local(p) for p in self._parameters],
@@ -135,11 +141,13 @@ class OffloadAdamW(torch.optim.Optimizer):
                 # FSDP2 keeps the gradients of a unit in one piece of memory: none makes room alone.
                 leave=overlap and not isinstance(self._parameters[0], DTensor),
                 hidden_seconds=forward_seconds if self.schedule == "after-norm" else backward_seconds,
+                end_bytes=min(taken) if taken_after else None,
             )
             placement, suitable = choose_homes(
                 need, self._device, self.states, cores=self._cores, ranks_here=ranks_here
             )
             homes, chunk_size = cast(dict[HomeName, float], placement.fractions()), chunk_size or suitable
+            peak_bytes = need.passing_bytes(placement.host)
         self._housing = Housing(
             self._parameters,
             [index for unit in self._units for index in unit.parameters],
@@ -152,6 +160,9 @@ class OffloadAdamW(torch.optim.Optimizer):
             cores=self._cores,
         )
         self._housing.start_from(rounded_off)
+        self._ahead: Ahead | None = None
+        if taken_after and self._housing.stream and self.schedule == "after-norm" and overlap:
+            self._ahead = Ahead(self._housing.stream, peak_bytes, taken, self._leaving_bytes())
         self._fresh = not rounded_off  # state is zero, masters are the weights
         self._hold_updates = False  # inside accumulate()
         self._passes = [0] * len(self._parameters)  # gradients that came in this step, by parameter
@@ -209,6 +220,8 @@ class OffloadAdamW(torch.optim.Optimizer):
                 self._update_unit(unit, self._on_host(self._go_if_finite()))
         elif self._overlap:
             self._send_down(index, flat)
+            if self._ahead is not None:
+                self._ahead.final(index)
 
     def _go_if_finite(self) -> Tensor:
         """Coefficients that stop the update once a gradient of this step was not finite.
@@ -223,14 +236,24 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _send_down(self, index: int, flat: Tensor) -> None:
         """Start gradients of host chunks on their way; free the whole gradient if all of it goes."""
-        chunks = self._housing.chunks[index]
-        homes = [self._housing.home_of[chunk] for chunk in chunks]
-        for chunk, home in zip(chunks, homes, strict=True):
-            home.gradient_final(chunk, chunk.of(flat))
-        if self._device.type == "cuda" and all(isinstance(home, HostHome) for home in homes):
+        for chunk in self._housing.chunks[index]:
+            self._housing.home_of[chunk].gradient_final(chunk, chunk.of(flat))
+        home = self._leaves_to(index)
+        if home is not None:
             self._sent.add(index)
             del self._final[index]
             self._parameters[index].grad = None
+            if self._ahead is not None:
+                self._ahead.leaves(home.sent(), flat.nbytes)
+
+    def _leaves_to(self, index: int) -> HostHome | None:
+        """The home to which the whole gradient of a parameter goes, so that the device need not keep it."""
+        homes = [self._housing.home_of[chunk] for chunk in self._housing.chunks[index]]
+        leaves = self._device.type == "cuda" and all(isinstance(home, HostHome) for home in homes)
+        return cast(HostHome, homes[0]) if leaves else None
+
+    def _leaving_bytes(self) -> int:
+        return sum(local(p).nbytes for i, p in enumerate(self._parameters) if self._leaves_to(i) is not None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -271,6 +294,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._open, self._coefficients = False, None
         self._passes = [0] * len(self._parameters)
         self._changes.forget()
+        if self._ahead is not None:
+            self._ahead.new_step()
         for collected in (self._final, self._sent, self._seen):
             collected.clear()
 

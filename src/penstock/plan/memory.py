@@ -58,6 +58,8 @@ class Passing:
 
     activation_bytes: float
     kept_bytes: float
+    end_bytes: float
+    """While the first layer, the last of backward, is computed; without gradients of weights."""
 
 
 def saved_in_layer(a: Architecture, work: Work, dial: Dial = "none") -> float:
@@ -112,7 +114,7 @@ def passing(a: Architecture, work: Work, gpus: int = 1) -> Passing:
         kept = max(kept, now + gradients)
         gradients += layer_gradients / gpus
     kept = max(kept, gradients + head / gpus)
-    return Passing(dropped, kept)
+    return Passing(dropped, kept, now)
 
 
 def _loss(a: Architecture, work: Work) -> float:

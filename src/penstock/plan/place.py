@@ -39,11 +39,21 @@ class Need:
     """Gradients of `host` parameters leave the GPU during backward, and lower `kept_bytes` by their size."""
     hidden_seconds: float
     """Arithmetic that updates can hide under: a forward in `after-norm`, a backward in `in-backward`."""
+    end_bytes: float | None = None
+    """What backward still takes when it ends, with all gradients. None: no state comes before its update."""
 
     def passing_bytes(self, host: float) -> float:
         """What forward and backward take with `host` parameters in that home."""
-        left = self.weight_bytes * host if self.gradients_leave else 0.0
-        return max(self.activation_bytes, self.kept_bytes - left)
+        return max(self.activation_bytes, self.kept_bytes - self._left(host))
+
+    def early_bytes(self, host: float) -> float:
+        """State that can come while backward runs, into what activations have left."""
+        if self.end_bytes is None:
+            return 0.0
+        return max(0.0, self.passing_bytes(host) - (self.end_bytes - self._left(host)))
+
+    def _left(self, host: float) -> float:
+        return self.weight_bytes * host if self.gradients_leave else 0.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,13 @@ def _with_host_share(need: Need, room: Room, rates: Rates, host: float) -> Place
     mirrored = need.state_bytes + 2 * need.weight_bytes  # a host chunk also has its weight and gradient there
     if gpu < 0 or stream * need.state_bytes + host * mirrored > room.host_bytes:
         return None
-    link_seconds = (stream * need.state_bytes + host * need.weight_bytes) / rates.link_bytes_per_s
+    link_seconds = link_bytes(need, stream, host) / rates.link_bytes_per_s
     cpu_seconds = host / rates.host_params_per_s
     exposed = max(0.0, link_seconds - need.hidden_seconds, cpu_seconds - need.hidden_seconds)
     return Placement(gpu, stream, host, exposed)
+
+
+def link_bytes(need: Need, stream: float, host: float) -> float:
+    """What crosses the link between two backwards, in the direction that has more: state in and weights up, or out."""
+    streamed = stream * need.state_bytes
+    return max(streamed, streamed - need.early_bytes(host) + host * need.weight_bytes)

@@ -45,7 +45,7 @@ from penstock.plan.memory import (
     passing,
     sharded_bytes,
 )
-from penstock.plan.place import Need, Placement, Rates, Room, place
+from penstock.plan.place import Need, Placement, Rates, Room, link_bytes, place
 from penstock.presets import Architecture
 
 
@@ -242,7 +242,11 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     state = state_bytes(256, settings.states, b) / 256
     hidden = one.backward_s + one.recompute_s if in_backward else one.forward_s - one.head_s
     leaves = job.overlap and not in_backward and not accumulates and gpus == 1  # FSDP2 keeps a unit's in one piece
-    need = Need(int(num_params), state, b, activation, kept, gradients_leave=leaves, hidden_seconds=hidden)
+    comes_early = job.overlap and not in_backward and gpus == 1
+    need = Need(
+        int(num_params), state, b, activation, kept, gradients_leave=leaves, hidden_seconds=hidden,
+        end_bytes=taken.end_bytes + grads if comes_early else None,
+    )  # fmt: skip
     room = rooms(job, machine, gpus)
     extra = sharded_bytes(a, b) if gpus > 1 else 0.0
     free = Room(room.gpu_bytes - b * num_params - extra, room.host_bytes)
@@ -307,7 +311,7 @@ def _fixed(
         on_gpu, on_host = on_gpu + on_host, 0.0
     if on_gpu > room.gpu_bytes or on_host > room.host_bytes:
         return None
-    link = (stream * need.state_bytes + host * need.weight_bytes) / rates.link_bytes_per_s
+    link = link_bytes(need, stream, host) / rates.link_bytes_per_s
     cpu = host / rates.host_params_per_s
     exposed = max(0.0, max(link, cpu) - need.hidden_seconds) if overlap else 2 * link + cpu
     return Placement(gpu, stream, host, exposed)

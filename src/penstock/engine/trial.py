@@ -1,0 +1,163 @@
+"""The trial: one full micro-batch before state is allocated, to see what it takes and how long."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from penstock.data.loader import MicroBatch
+from penstock.engine.packed import PackedModel
+from penstock.hardware import pick_compile
+from penstock.offload.shards import local
+from penstock.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one full micro-batch takes beside the weights."""
+
+    activation_bytes: int
+    """The most at any time, if every gradient is dropped as soon as it is there."""
+    kept_bytes: int
+    """The most at any time, with the gradients kept: less than both sums, as activations go while gradients come."""
+    taken_after: dict[nn.Parameter, int]
+    """The most from the gradient of each parameter to the end, with all gradients; empty where it was not tried."""
+    forward_seconds: float
+    backward_seconds: float
+    start_seconds: float
+    """Before the one that was timed: compiling, mostly."""
+
+
+class _Watch:
+    """How high GPU memory stands in a forward and backward, from gradient to gradient.
+
+    The device is not waited for: these are the allocator's own numbers, in the order in which the host asks for memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, torch.cuda.memory_allocated(device)
+        self._peaks: dict[nn.Parameter, int] = {}  # until the gradient of each, in the order of backward
+        self._last = 0
+
+    def start(self) -> None:
+        """A forward begins."""
+        self._peaks.clear()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def came(self, parameter: Tensor) -> None:
+        """The gradient of a parameter is there; a hook."""
+        self._peaks[cast(nn.Parameter, parameter)] = self._since_then()
+
+    def stop(self) -> None:
+        """The backward has ended."""
+        self._last = self._since_then()
+
+    def _since_then(self) -> int:
+        peak = torch.cuda.max_memory_allocated(self._device) - self._before
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
+
+    def peak(self) -> int:
+        """The highest."""
+        return max(self._last, *self._peaks.values())
+
+    def after(self) -> dict[nn.Parameter, int]:
+        """The highest from each gradient on."""
+        found, highest = {}, self._last
+        for parameter, until in reversed(self._peaks.items()):
+            found[parameter], highest = highest, max(highest, until)
+        return found
+
+
+def try_once(packed: PackedModel, recipe: Recipe, *, keeping: bool) -> Trial:
+    """Forward and backward of a full micro-batch, to see what they need before state takes the rest.
+
+    `keeping`: all gradients of one micro-batch are there at once, so that its activations and they share the peak.
+    """
+    if packed.device.type != "cuda":
+        return Trial(0, 0, {}, 0.0, 0.0, 0.0)
+    batch = full_batch(recipe.rows_at_once, recipe.max_length, packed.model.config.get_text_config().vocab_size)
+    parameters = [p for p in packed.model.parameters() if p.requires_grad]
+    watch = _Watch(packed.device)
+    with _told(parameters, watch.came):
+        with _told(parameters, drop_gradient):
+            forward, backward, start_seconds = _time_passes(packed, recipe, batch, watch)
+        activation_bytes, gradient_bytes = watch.peak(), sum(local(p).nbytes for p in parameters)
+        kept_bytes = activation_bytes + gradient_bytes
+        taken_after = {p: taken + gradient_bytes for p, taken in watch.after().items()}
+        sharded = isinstance(packed.model, FSDPModule)
+        if keeping:
+            taken_after = {}
+            # Activations go while gradients come, so that it may fit where the sum of both does not. Ranks do not try:
+            # one that ran out of memory would leave the others waiting.
+            if not sharded or kept_bytes < torch.cuda.mem_get_info(packed.device)[0]:
+                with suppress(torch.OutOfMemoryError):
+                    watch.start()
+                    packed.loss_sum(batch).backward()
+                    watch.stop()
+                    kept_bytes, taken_after = watch.peak(), watch.after()
+                packed.model.zero_grad()
+    return Trial(activation_bytes, kept_bytes, {} if sharded else taken_after, forward, backward, start_seconds)
+
+
+def _time_passes(packed: PackedModel, recipe: Recipe, batch: MicroBatch, watch: _Watch) -> tuple[float, float, float]:
+    """Seconds of a forward and a backward, and of all before them.
+
+    In those, what packed rows and whole ones need is compiled, and workspaces are made.
+    """
+    cuts = (start + recipe.max_length // 3 for start in batch.boundaries[:-1])
+    several = replace(batch, boundaries=tuple(sorted({*batch.boundaries, *cuts})))
+    began = time.perf_counter()
+    for trial in (several, batch, batch) if pick_compile(recipe, packed.device) else (batch, batch):
+        start_seconds = time.perf_counter() - began
+        watch.start()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        marks[0].record()
+        loss = packed.loss_sum(trial)
+        marks[1].record()
+        loss.backward()
+        marks[2].record()
+        del loss
+        watch.stop()
+        torch.cuda.synchronize(packed.device)
+    forward, backward = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
+    return forward, backward, start_seconds
+
+
+@contextmanager
+def _told(parameters: Sequence[nn.Parameter], hook: Callable[[Tensor], None]) -> Iterator[None]:
+    """`hook` is told of every gradient that is there."""
+    hooks = [p.register_post_accumulate_grad_hook(hook) for p in parameters]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+def full_batch(rows: int, length: int, vocab_size: int) -> MicroBatch:
+    """Rows without padding, each one example, every token trained on: the most that a micro-batch can take."""
+    ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    places = torch.arange(rows * length).view(rows, length)
+    return MicroBatch(
+        input_ids=ids,
+        position_ids=places % length,
+        boundaries=tuple(range(0, rows * length + 1, length)),
+        target_index=places[:, :-1].flatten(),
+        targets=ids[:, 1:].flatten(),
+        num_tokens=rows * length,
+        num_trained=rows * (length - 1),
+    )
+
+
+def drop_gradient(parameter: Tensor) -> None:
+    """A hook for a backward whose gradients nobody wants."""
+    parameter.grad = None
