@@ -13,6 +13,7 @@ from penstock.offload.homes import Chunk, Coefficients, StreamHome, Update
 from penstock.offload.kernels import NUM_COEFFICIENTS
 from penstock.offload.lanes import Lane, Mark, Tape, ToHost
 from penstock.offload.optimizer import OffloadAdamW
+from penstock.plan.place import EARLY_SHARE
 
 CPU = torch.device("cpu")
 HOMES = ["stream", {"gpu": 0.4, "stream": 0.3, "host": 0.3}]
@@ -31,7 +32,13 @@ def came(monkeypatch):
 def early(room, device="cpu", **options):
     model = Net().to(device)
     taken_after = dict.fromkeys(model.parameters(), 1000)
-    return {"model": model, "kept_bytes": 1000 + room, "taken_after": taken_after, "device": device, **options}
+    return {
+        "model": model,
+        "kept_bytes": (1000 + room) / EARLY_SHARE,
+        "taken_after": taken_after,
+        "device": device,
+        **options,
+    }
 
 
 @pytest.mark.parametrize("states", FORMATS)
@@ -47,12 +54,13 @@ def test_it_changes_no_bit(homes, room, states, device, came):
 
 def test_no_more_comes_than_there_is_room_for(came):
     _, optimizer, _ = run(steps=1, **early(3000, homes="stream", chunk_size=100))
-    assert 2000 < sum(chunk.state_bytes for chunk in came) <= 3000
-    every = optimizer._housing.stream._chunks
-    places = [every.index(chunk) for chunk in came]
+    assert 1000 < sum(chunk.state_bytes for chunk in came) <= 3000
+    stream = optimizer._housing.stream
+    assert came == stream._early[: len(came)], "next in forward first"
+    places = [stream._chunks.index(chunk) for chunk in stream._early]
     assert places == sorted(places)
-    assert min(places) < len(every) / 3
-    assert max(places) > len(every) * 2 / 3, "spread over forward"
+    assert min(places) < len(stream._chunks) / 3
+    assert max(places) > len(stream._chunks) * 2 / 3, "spread over forward"
 
 
 def test_after_accumulation_it_comes_in_the_last_backward_only(came):

@@ -332,7 +332,7 @@ def test_weights_loaded_into_the_model_are_the_new_masters(homes, device):
 def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
     model = Net()
     optimizer = OffloadAdamW(model, homes="host")
-    monkeypatch.setattr("penstock.offload.pool.Pool.adamw_", lambda *_: 1 / 0)
+    monkeypatch.setattr("penstock.offload.pool.Pool.begin", lambda *_: 1 / 0)
     loss_of(model, batches(1)[0]).backward()
     optimizer.step()
     with pytest.raises(ZeroDivisionError):

@@ -63,3 +63,18 @@ def test_without_the_c_kernel_the_bits_are_the_same(monkeypatch):
     monkeypatch.setattr(pool_module, "host_library", lambda: None)
     update(without, COEFFICIENTS, [0, 1])
     assert same(with_c, without)
+
+
+def test_more_updates_than_it_holds_may_be_given_before_any_is_waited_for():
+    sizes = [3 * PART + 5, 1, PART, 7, 2 * PART, 100, PART + 1]
+    wanted, ours = ([problem(n, torch.bfloat16) for n in sizes] for _ in range(2))
+    pool = Pool([0, 1])
+    for _ in range(3):
+        waits = [pool.begin(*work, COEFFICIENTS) for work in ours]
+        for wait in reversed(waits):
+            wait()
+    pool.close()
+    for work in wanted:
+        for _ in range(3):
+            adamw_reference_(*work, COEFFICIENTS)
+    assert all(same(a, b) for a, b in zip(ours, wanted, strict=True))

@@ -32,6 +32,16 @@ def test_all_three_homes_are_used_when_the_link_alone_is_too_slow():
     assert placement.exposed_seconds < only_stream.exposed_seconds
 
 
+def test_state_that_comes_during_backward_makes_room_on_the_link():
+    plain = replace(QWEN3_14B, activation_bytes=40 * GB, kept_bytes=40 * GB)
+    early = replace(plain, end_bytes=30 * GB)
+    room = Room(110 * GB, 120 * GB)
+    assert early.early_bytes(0) == pytest.approx(0.88 * 40 * GB - 30 * GB)
+    assert early.early_bytes(1e9) == pytest.approx(early.early_bytes(0) + 2 * GB), "gradients that leave"
+    assert place(early, room, RATES).exposed_seconds < place(plain, room, RATES).exposed_seconds
+    assert replace(plain, end_bytes=50 * GB).early_bytes(0) == 0
+
+
 def test_nothing_fits_nowhere():
     assert place(QWEN3_14B, Room(10 * GB, 10 * GB), RATES) is None
 
@@ -45,6 +55,7 @@ needs = st.builds(
     st.floats(0, 1e11),
     st.booleans(),
     st.floats(0, 10),
+    st.none() | st.floats(0, 1e11),
 )
 rooms = st.builds(Room, st.floats(0, 1e12), st.floats(0, 1e12))
 rates = st.builds(Rates, st.floats(1e9, 1e12), st.floats(1e8, 1e11))

@@ -67,7 +67,7 @@ class _Watch:
 
     def peak(self) -> int:
         """The highest."""
-        return max(self._last, *self._peaks.values())
+        return max([self._last, *self._peaks.values()])
 
     def after(self) -> dict[nn.Parameter, int]:
         """The highest from each gradient on."""

@@ -36,7 +36,7 @@ class Ahead:
         """A gradient has left when `mark` is passed."""
         self._going.append((mark, num_bytes))
         self._going_bytes += num_bytes
-        while self._going_bytes > MOST_GOING:
+        while self._going_bytes > MOST_GOING and len(self._going) > 1:  # never for the one that was just sent
             first, gone = self._going.popleft()
             first.wait_on_host()
             self._going_bytes -= gone

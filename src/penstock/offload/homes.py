@@ -10,8 +10,9 @@ A queue to another process was rejected for `host`: it needs a second copy of ev
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -182,6 +183,7 @@ class StreamHome:
         self._early: list[Chunk] = []  # those that come before their update, in the order of forward
         self._to_come: deque[Chunk] = deque()  # of them, those that have not come in this step
         self._come_bytes = 0
+        self._bringing: Future[None] = Future()
         self._there: dict[Chunk, tuple[Tensor, Mark]] = {}  # the thread's: what has come, and when it has arrived
         self._early_out: deque[Mark] = deque()
         self._in, self._out = Lane("in", device, tape, to_device=True), Lane("out", device, tape)
@@ -205,7 +207,8 @@ class StreamHome:
 
     def choose_early(self, num_bytes: float) -> None:
         """As many chunks as that holds come before their update from now on, where `bring` has room for them."""
-        count = min(len(self._chunks), int(num_bytes // max(1, self._slots[0].nbytes)))
+        mean = sum(chunk.state_bytes for chunk in self._chunks) / len(self._chunks)
+        count = min(len(self._chunks), int(max(0.0, num_bytes) / mean))
         self._early = [self._chunks[(2 * i + 1) * len(self._chunks) // (2 * count)] for i in range(count)]
         self.new_step()
 
@@ -217,15 +220,18 @@ class StreamHome:
                 slot = torch.empty(chunk.state_bytes, dtype=torch.uint8, device=self._device)
             except torch.OutOfMemoryError:  # in pieces that are too small: what cannot come early streams
                 self._early, self._to_come = [], deque()
+                self._order.submit(self._there.clear)
                 return
             self._come_bytes += chunk.state_bytes
             # Its memory was an activation's until here, so nothing may be written there before the device is as far.
-            self._order.submit(self._bring_now, chunk, slot, main_mark(self._device))
+            self._bringing = self._order.submit(self._bring_now, chunk, slot, main_mark(self._device))
 
     def new_step(self) -> None:
         """Forget what came and was not updated."""
         if self._come_bytes:
             self._order.submit(self._there.clear)
+            if self._bringing.done():  # an error there is an error here
+                self._bringing.result()
         self._to_come, self._come_bytes = deque(self._early), 0
 
     @torch.no_grad()
@@ -275,6 +281,7 @@ class StreamHome:
 
     def _come_home(self) -> None:
         self._order.submit(self._there.clear).result()
+        self._in.mark().wait_on_host()  # what came early and is not wanted any more reads the arena too
         self._last_out.wait_on_host()
 
     def weight_was_set(self, chunk: Chunk, weight: Tensor) -> None:
@@ -299,7 +306,12 @@ class _HostCopy:
 
 
 class HostHome:
-    """`host`: state in an arena, updated there by threads."""
+    """`host`: state in an arena, updated there by threads.
+
+    Two threads of the interpreter take chunks in the order given: one gives them to the cores, the other waits for them
+    and sends weights up. One for both was rejected: the cores stood still for a tenth of the time, while it gave copies
+    to the device (timelines.jsonl).
+    """
 
     name = "host"
 
@@ -312,7 +324,8 @@ class HostHome:
         self._down, self._up = Lane("down", device, tape), Lane("up", device, tape, to_device=True)
         self._arrived: dict[Chunk, Mark] = {}
         self._pool = Pool(cores)
-        self._order = _one_thread("penstock-host", device)  # takes chunks in the order given, one after another
+        self._order, self._sender = (_one_thread(name, device) for name in ("penstock-host", "penstock-up"))
+        self._idle_since = 0.0
 
     def _place(self, chunk: Chunk) -> _HostCopy:
         state = self.arena.cut(chunk.state_bytes)
@@ -340,27 +353,36 @@ class HostHome:
         arrived = self._arrived.pop(update.chunk, Mark())
         if self._mirrored:  # what was sent down is not kept on the GPU until the threads come to it
             update = dataclasses.replace(update, gradient=None)
-        return self._order.submit(self._update_now, update, arrived)
+        return self._sender.submit(self._send_up, update, self._order.submit(self._begin, update, arrived))
 
     @torch.no_grad()
-    def _update_now(self, update: Update, arrived: Mark) -> Mark:
+    def _begin(self, update: Update, arrived: Mark) -> tuple[float, Callable[[], None]]:
+        """Give the chunk to the cores. When that was, and what waits for them."""
         copy, coefficients = self._copies[update.chunk], update.coefficients
         weight = update.weight if copy.weight is None else copy.weight
         gradient = update.gradient if copy.gradient is None else copy.gradient
         assert gradient is not None, "a gradient is on the device, or was sent down"
         arrived.wait_on_host()
         row = coefficients.host.read()[coefficients.group]
-        with self._tape.on_host("cpu"):
-            self._pool.adamw_(weight, gradient, update.chunk.view(copy.state), row)
+        began = time.perf_counter()
+        return began, self._pool.begin(weight, gradient, update.chunk.view(copy.state), row)
+
+    @torch.no_grad()
+    def _send_up(self, update: Update, given: Future[tuple[float, Callable[[], None]]]) -> Mark:
+        began, wait = given.result()
+        wait()
+        busy_since, self._idle_since = max(began, self._idle_since), time.perf_counter()
+        self._tape.spent("cpu", busy_since, self._idle_since)
         update.ready.wait_on_host()  # or the weight could change under a backward that still reads it
-        if copy.weight is not None:
+        copy = self._copies[update.chunk].weight
+        if copy is not None:
             with self._up.work():
-                update.weight.copy_(copy.weight, non_blocking=True)
+                update.weight.copy_(copy, non_blocking=True)
         return self._up.mark()
 
     def state(self, chunk: Chunk) -> Tensor:
         """In the arena, once the threads are done."""
-        self._order.submit(lambda: None).result()
+        self._sender.submit(lambda: None).result()
         return self._copies[chunk].state
 
     def weight_was_set(self, chunk: Chunk, weight: Tensor) -> None:
@@ -372,6 +394,7 @@ class HostHome:
     def close(self) -> None:
         """Stop the threads, free the arena."""
         self._order.shutdown()
+        self._sender.shutdown()
         self._pool.close()
         self._copies.clear()
         self.arena.close()

@@ -1,9 +1,10 @@
-/* Threads that share one range of elements at a time.
+/* Threads that share one range of elements at a time, and go on to the next without a rest.
  *
- * A caller hands over a function and a range and sleeps until all of it is done. The threads take blocks of the range
- * from a common counter, so that a thread whose core is busy elsewhere takes fewer of them. Threads of the interpreter
- * were rejected: each block would pay for the interpreter's lock, which the thread that launches kernels wants too.
- * Plain POSIX threads instead of OpenMP: a second OpenMP runtime beside torch's own would have its own idea of cores.
+ * A caller hands over a function and a range, and may hand over another before it waits for the first. The threads take
+ * blocks of a range from a common counter, so that a thread whose core is busy elsewhere takes fewer of them. Threads of
+ * the interpreter were rejected: each block would pay for the interpreter's lock, which the thread that launches kernels
+ * wants too. Plain POSIX threads instead of OpenMP: a second OpenMP runtime beside torch's own would have its own idea of
+ * cores. One range at a time was rejected: between two of them the cores stood still for a tenth of the time.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -12,34 +13,43 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+enum { MOST_WAITING = 2 };
+
 typedef void (*range_function)(const void *job, int64_t start, int64_t end);
 
 typedef struct {
-    pthread_mutex_t lock;
-    pthread_cond_t begin, end;
-    uint64_t round; /* counts ranges; a thread that sees a new number goes to work */
-    int num_threads, working, stopping;
     range_function function;
     const void *job;
     int64_t size, block;
     atomic_int_least64_t next;
+    int working; /* threads that have not passed it */
+} range;
+
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t begin, end;
+    uint64_t given, done; /* numbers of ranges; every thread passes all of them in order */
+    range ranges[MOST_WAITING];
+    int num_threads, stopping;
     pthread_t threads[];
 } pool;
 
 static void *work(void *argument) {
     pool *p = argument;
-    uint64_t seen = 0;
     pthread_mutex_lock(&p->lock);
-    for (;;) {
-        while (p->round == seen && !p->stopping) pthread_cond_wait(&p->begin, &p->lock);
-        if (p->stopping) break;
-        seen = p->round;
+    for (uint64_t passed = 0;; passed++) {
+        while (p->given == passed && !p->stopping) pthread_cond_wait(&p->begin, &p->lock);
+        if (p->given == passed) break;
+        range *r = &p->ranges[passed % MOST_WAITING];
         pthread_mutex_unlock(&p->lock);
         int64_t start;
-        while ((start = atomic_fetch_add(&p->next, p->block)) < p->size)
-            p->function(p->job, start, p->size - start < p->block ? p->size : start + p->block);
+        while ((start = atomic_fetch_add(&r->next, r->block)) < r->size)
+            r->function(r->job, start, r->size - start < r->block ? r->size : start + r->block);
         pthread_mutex_lock(&p->lock);
-        if (--p->working == 0) pthread_cond_signal(&p->end);
+        if (--r->working == 0) {
+            p->done++;
+            pthread_cond_broadcast(&p->end);
+        }
     }
     pthread_mutex_unlock(&p->lock);
     return NULL;
@@ -78,17 +88,26 @@ pool *pool_open(const int32_t *cores, int32_t num_cores) {
     return NULL;
 }
 
-/* Run `function` over [0, size) in blocks and return when all of it is done. One caller at a time. */
-void pool_run(pool *p, range_function function, const void *job, int64_t size, int64_t block) {
+/* Have `function` run over [0, size) in blocks; waits only if too many ranges wait already. The number of the range. */
+uint64_t pool_begin(pool *p, range_function function, const void *job, int64_t size, int64_t block) {
     pthread_mutex_lock(&p->lock);
-    p->function = function;
-    p->job = job;
-    p->size = size;
-    p->block = block;
-    atomic_store(&p->next, 0);
-    p->working = p->num_threads;
-    p->round++;
+    while (p->given - p->done == MOST_WAITING) pthread_cond_wait(&p->end, &p->lock);
+    range *r = &p->ranges[p->given % MOST_WAITING];
+    r->function = function;
+    r->job = job;
+    r->size = size;
+    r->block = block;
+    atomic_store(&r->next, 0);
+    r->working = p->num_threads;
+    uint64_t number = ++p->given;
     pthread_cond_broadcast(&p->begin);
-    while (p->working) pthread_cond_wait(&p->end, &p->lock);
+    pthread_mutex_unlock(&p->lock);
+    return number;
+}
+
+/* Return when the range with this number is done. */
+void pool_wait(pool *p, uint64_t number) {
+    pthread_mutex_lock(&p->lock);
+    while (p->done < number) pthread_cond_wait(&p->end, &p->lock);
     pthread_mutex_unlock(&p->lock);
 }

@@ -71,8 +71,12 @@ class Tape:
         """Time what the calling thread does."""
         start = time.perf_counter()
         yield
+        self.spent(lane, start, time.perf_counter())
+
+    def spent(self, lane: LaneName, start: float, end: float) -> None:
+        """Time that went by on the host's clock."""
         if self._on:
-            self._spans.append(Span(lane, start - self._start, time.perf_counter() - self._start))
+            self._spans.append(Span(lane, start - self._start, end - self._start))
 
     @contextmanager
     def on_device(self, lane: LaneName) -> Iterator[None]:

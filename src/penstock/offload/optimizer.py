@@ -40,6 +40,7 @@ from penstock.offload.norm import Norm, Scalars, clip
 from penstock.offload.saved import check_format, read_state, write_state
 from penstock.offload.shards import check_blocks, group_of, local
 from penstock.offload.units import Unit, attach, find_units
+from penstock.plan.place import EARLY_SHARE
 
 Schedule = Literal["after-norm", "in-backward"]
 
@@ -129,7 +130,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         self.tape = Tape(self._device)
         self._near = near_cores(self._device)
         self._cores = self._near[: max(1, int(len(self._near) * cpu_adam_cores))]
-        peak_bytes, taken = float(kept_bytes or 0), [(taken_after or {}).get(p, math.inf) for p in self._parameters]
+        comes_early = bool(taken_after) and self.schedule == "after-norm" and overlap
+        # FSDP2's hooks run on a stream of its own, whose memory is not what activations leave.
+        comes_early = comes_early and not isinstance(self._parameters[0], DTensor)
+        taken = self._taken(taken_after or {})
         if homes == "auto":
             need = need_of(
                 [local(p) for p in self._parameters],
@@ -141,13 +145,12 @@ class OffloadAdamW(torch.optim.Optimizer):
                 # FSDP2 keeps the gradients of a unit in one piece of memory: none makes room alone.
                 leave=overlap and not isinstance(self._parameters[0], DTensor),
                 hidden_seconds=forward_seconds if self.schedule == "after-norm" else backward_seconds,
-                end_bytes=min(taken) if taken_after else None,
+                end_bytes=min(taken) if comes_early else None,
             )
             placement, suitable = choose_homes(
                 need, self._device, self.states, cores=self._cores, ranks_here=ranks_here
             )
             homes, chunk_size = cast(dict[HomeName, float], placement.fractions()), chunk_size or suitable
-            peak_bytes = need.passing_bytes(placement.host)
         self._housing = Housing(
             self._parameters,
             [index for unit in self._units for index in unit.parameters],
@@ -161,8 +164,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         )
         self._housing.start_from(rounded_off)
         self._ahead: Ahead | None = None
-        if taken_after and self._housing.stream and self.schedule == "after-norm" and overlap:
-            self._ahead = Ahead(self._housing.stream, peak_bytes, taken, self._leaving_bytes())
+        if comes_early and self._housing.stream:
+            left = sum(local(p).nbytes for i, p in enumerate(self._parameters) if self._leaves_to(i) is not None)
+            peak_bytes = max(activation_bytes or 0, (kept_bytes or 0) - (0 if accumulates or micro_batches > 1 else left))
+            self._ahead = Ahead(self._housing.stream, EARLY_SHARE * peak_bytes, taken, left)
         self._fresh = not rounded_off  # state is zero, masters are the weights
         self._hold_updates = False  # inside accumulate()
         self._passes = [0] * len(self._parameters)  # gradients that came in this step, by parameter
@@ -248,12 +253,20 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _leaves_to(self, index: int) -> HostHome | None:
         """The home to which the whole gradient of a parameter goes, so that the device need not keep it."""
-        homes = [self._housing.home_of[chunk] for chunk in self._housing.chunks[index]]
-        leaves = self._device.type == "cuda" and all(isinstance(home, HostHome) for home in homes)
+        homes = [self._housing.home_of[chunk] for chunk in self._housing.chunks[index]]  # none of an empty shard
+        leaves = bool(homes) and self._device.type == "cuda" and all(isinstance(home, HostHome) for home in homes)
         return cast(HostHome, homes[0]) if leaves else None
 
-    def _leaving_bytes(self) -> int:
-        return sum(local(p).nbytes for i, p in enumerate(self._parameters) if self._leaves_to(i) is not None)
+    def _taken(self, after: Mapping[nn.Parameter, int]) -> list[float]:
+        """What is taken after the gradient of each parameter.
+
+        Of the first units as after that of the next: what they leave is free when backward is over, and then the link
+        has other things to bring.
+        """
+        taken = [after.get(p, math.inf) for p in self._parameters]
+        first = [index for unit in self._units[:2] for index in unit.parameters]
+        rest = min((taken[index] for index in set(range(len(taken))) - set(first)), default=math.inf)
+        return [max(value, rest) if index in first else value for index, value in enumerate(taken)]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -424,6 +437,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     def close(self) -> None:
         """Give back state, arenas and threads, and let go of the model; its weights stay."""
         self.synchronize()
+        self._ahead = None
         for hook in self._hooks:
             hook.remove()
         self._housing.close()

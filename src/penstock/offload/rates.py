@@ -47,11 +47,13 @@ def measure_rates(device: torch.device, cores: Sequence[int], states: StateForma
     pool = Pool(cores)
 
     def update(deadline: float) -> int:
-        done = 0
-        while time.perf_counter() < deadline:
-            pool.adamw_(*work[done % len(work)], coefficients)
+        done, last = 0, pool.begin(*work[0], coefficients)
+        while time.perf_counter() < deadline:  # the cores have the next before they are done, as in a step
+            last, wait = pool.begin(*work[(done + 1) % len(work)], coefficients), last
+            wait()
             done += 1
-        return done
+        last()
+        return done + 1
 
     def copy(deadline: float) -> int:
         done = 0

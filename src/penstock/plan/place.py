@@ -11,6 +11,10 @@ from dataclasses import dataclass
 STEPS = 200
 """Shares of `host` that are tried. One step of 200 is half a per cent of the parameters."""
 
+EARLY_SHARE = 0.88
+"""Of the peak of forward and backward, what may be filled when backward ends: the host asks for memory for the first
+layers of the next forward before the device has updated anything and let gradients go."""
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -50,7 +54,7 @@ class Need:
         """State that can come while backward runs, into what activations have left."""
         if self.end_bytes is None:
             return 0.0
-        return max(0.0, self.passing_bytes(host) - (self.end_bytes - self._left(host)))
+        return max(0.0, EARLY_SHARE * self.passing_bytes(host) - (self.end_bytes - self._left(host)))
 
     def _left(self, host: float) -> float:
         return self.weight_bytes * host if self.gradients_leave else 0.0
@@ -105,4 +109,4 @@ def _with_host_share(need: Need, room: Room, rates: Rates, host: float) -> Place
 def link_bytes(need: Need, stream: float, host: float) -> float:
     """What crosses the link between two backwards, in the direction that has more: state in and weights up, or out."""
     streamed = stream * need.state_bytes
-    return max(streamed, streamed - need.early_bytes(host) + host * need.weight_bytes)
+    return max(streamed, max(0.0, streamed - need.early_bytes(host)) + host * need.weight_bytes)
