@@ -25,7 +25,7 @@ DEFAULT_CHUNK = 1 << 24
 """Elements in a chunk where the link is not known, and the most: 160 MiB of fp32 state."""
 STAGING = NUM_SLOTS * DEFAULT_CHUNK
 """Elements for which room is left in the slots, whatever the link: a faster one must not leave less for state."""
-CHUNK_SECONDS = 3.4e-3
+CHUNK_SECONDS = 4.2e-3
 """What a chunk should take on the link: long against the start of a copy, short against a layer's forward."""
 STREAM_QUEUE = 16
 """Chunks that may wait for a slot during backward: their gradients take memory beside the activations."""

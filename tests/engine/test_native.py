@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from penstock.data.loader import Position, prepare
-from penstock.engine import native
 from penstock.engine.native import NativeEngine, decay_groups
 from penstock.engine.trial import full_batch
 from penstock.errors import DoesNotFit
@@ -167,7 +166,7 @@ def test_weights_are_rounded_before_anything_is_compiled_or_tried(monkeypatch):
         seen.append({p.dtype for layer in layers for p in layer.parameters()})
         return chosen
 
-    monkeypatch.setattr(native, "set_compile", compiled)
+    monkeypatch.setattr("penstock.engine.packed.set_compile", compiled)
     recipe = tiny("llama-8b")
     model = load_model(recipe, load_config(recipe), torch.device("cpu"), lambda _: None)
     exact = [p.detach().clone().flatten() for p in model.parameters()]

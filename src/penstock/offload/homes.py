@@ -137,7 +137,8 @@ def _one_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
     """A thread for a home. Every thread begins on the first GPU and would take memory there for nothing."""
     if device.type != "cuda":
         return ThreadPoolExecutor(1, name)
-    return ThreadPoolExecutor(1, name, initializer=torch.cuda.set_device, initargs=(device,))
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return ThreadPoolExecutor(1, name, initializer=torch.cuda.set_device, initargs=(number,))
 
 
 def _update_on_device(lane: Lane, update: Update, state: Tensor) -> Mark:

@@ -166,7 +166,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._ahead: Ahead | None = None
         if comes_early and self._housing.stream:
             left = sum(local(p).nbytes for i, p in enumerate(self._parameters) if self._leaves_to(i) is not None)
-            peak_bytes = max(activation_bytes or 0, (kept_bytes or 0) - (0 if accumulates or micro_batches > 1 else left))
+            room = 0 if accumulates or micro_batches > 1 else left  # that they leave before the peak
+            peak_bytes = max(activation_bytes or 0, (kept_bytes or 0) - room)
             self._ahead = Ahead(self._housing.stream, EARLY_SHARE * peak_bytes, taken, left)
         self._fresh = not rounded_off  # state is zero, masters are the weights
         self._hold_updates = False  # inside accumulate()
