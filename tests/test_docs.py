@@ -97,10 +97,15 @@ def test_figures_of_the_benchmarks_page_are_those_of_the_results():
         (ROOT / "benchmarks" / "results" / "2026-11-15-h200" / "table.txt").read_text(encoding="utf-8").splitlines()
     )
     rows = [line for line in page.splitlines() if re.search(r"\| \d\.\d{3} \| \d\.\d{3} \|", line)]
-    assert len(rows) == 17
+    assert len(rows) == 18
     for row in rows:
         step, over, tokens = re.search(r"\| (\d\.\d{3}) \| (\d\.\d{3}) \| ([\d,]+) \|", row).groups()
         assert any(f" {step}   {over} " in line and f" {tokens} " in line for line in results), row
+    others = "\n".join(line for line in page.splitlines() if line not in rows)
+    pairs = re.findall(r"\| (\d\.\d{3}) \| ([\d,]+) (?=\|)", others)
+    assert len(pairs) == 6
+    for step, tokens in pairs:
+        assert any(f" {step} " in line and f" {tokens} " in line for line in results), step
     for resident, streamed, host in re.findall(r"\| ([\d.]+), ([\d.]+), ([\d.]+) GB \|", page):
         held = f"resident {resident} GB, streamed {streamed} GB, host state {host} GB"
         assert any(held in line for line in results), held

@@ -18,11 +18,11 @@ MATRIX_SHARE = 784e12 / 989.4e12
 """Of the dense bf16 peak, what an 8192-cubed product gives on the H200 (RESULTS/ceilings.json)."""
 MEMORY_SHARE = 4.18e12 / 4.8e12
 """Of the GPU memory's bandwidth, what a copy gives, read and write counted (RESULTS/ceilings.json)."""
-LINK_SHARE = 38e9 / 64e9
-"""Of a link's one-way peak, what each way gives while both ways and the CPU's updates run: 38 GB/s each way on PCIe 5
-x16 beside CPU AdamW, measured on the H200."""
-PARAMS_PER_CORE = 2.85e9 / 14
-"""CPU AdamW a core and second while the link is busy: 2.85 G/s by 14 of 16 cores, measured on the H200."""
+LINK_SHARE = 36e9 / 64e9
+"""Of a link's one-way peak, what state and weights get while both ways and the CPU's updates run: 36 GB/s on PCIe 5 x16
+beside CPU AdamW (RESULTS/rates.jsonl)."""
+PARAMS_PER_CORE = 3.5e9 / 14
+"""CPU AdamW a core and second while the link is busy: 3.5 G/s by 14 of 16 cores (RESULTS/rates.jsonl)."""
 HOST_TRAFFIC = 26
 """Bytes of host memory that one CPU update reads and writes: state both ways, gradient, weight both ways."""
 HOST_MEMORY_SHARE = 0.6
@@ -120,12 +120,12 @@ H200 = Machine(
     cores=16,
     matrix_flops_per_s=784e12,
     device_memory_bytes_per_s=4.18e12,
-    link_bytes_per_s=38e9,
-    host_params_per_s=2.85e9,
+    link_bytes_per_s=36e9,
+    host_params_per_s=3.5e9,
     peer_bytes_per_s=450e9 * 0.8,
     measured=True,
     sources=(
-        f"measured: {RESULTS}/ceilings.json, machine.txt, rows.jsonl (lanes of qwen3-14b)",
+        f"measured: {RESULTS}/ceilings.json, machine.txt, rates.jsonl",
         "PCIe 5 x16, 16 cores",
     ),
 )

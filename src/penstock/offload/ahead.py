@@ -16,7 +16,8 @@ from penstock.offload.lanes import Mark
 MOST_GOING = 2**31
 """Bytes of gradients that may be on their way down. Their memory is free only when the device has come so far, and the
 host, which enqueues a backward in a tenth of its time, would count on room that is not there yet. With half of it the
-host was not far enough ahead when backward ended, and the next forward began 0.14 s late (qwen3-14b)."""
+host was not far enough ahead when backward ended, and the next forward began 0.14 s late (qwen3-14b, the fourth line of
+benchmarks/results/2026-11-15-h200/timelines.jsonl)."""
 
 
 class Ahead:

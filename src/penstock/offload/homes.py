@@ -311,7 +311,7 @@ class HostHome:
 
     Two threads of the interpreter take chunks in the order given: one gives them to the cores, the other waits for them
     and sends weights up. One for both was rejected: the cores stood still for a tenth of the time, while it gave copies
-    to the device (timelines.jsonl).
+    to the device (the second line of benchmarks/results/2026-11-15-h200/timelines.jsonl; the last is as it is here).
     """
 
     name = "host"
