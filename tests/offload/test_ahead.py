@@ -112,10 +112,36 @@ def test_memory_in_pieces_is_no_error(monkeypatch, came):
         return real(*size, **kinds)
 
     monkeypatch.setattr("penstock.offload.homes.torch", SimpleNamespace(**{**vars(torch), "empty": empty}))
-    ours = run(**options)
+    with pytest.warns(UserWarning, match="GPU memory is in pieces"):
+        ours = run(**options)
     assert len(came) == 3
     assert len(slots) == NUM_SLOTS + 4, "none is tried again"
     assert_same(plain, ours)
+
+
+def test_an_error_of_what_comes_early_reaches_the_caller_once(monkeypatch):
+    options = early(10**9, homes="stream", chunk_size=100)
+    model, failed = options.pop("model"), []
+    del options["device"]
+    optimizer = OffloadAdamW(model, **options)
+    real = StreamHome._bring_now
+
+    def fail_once(self, chunk, *rest):
+        if not failed:
+            failed.append(chunk)
+            raise RuntimeError("lost")
+        real(self, chunk, *rest)
+
+    monkeypatch.setattr(StreamHome, "_bring_now", fail_once)
+    first, second = batches(2)
+    loss_of(model, first).backward()
+    optimizer._housing.stream._order.submit(lambda: None).result()
+    with pytest.raises(RuntimeError, match="lost"):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, second).backward()
+    optimizer.step()
+    optimizer.close()
 
 
 class Counted(Mark):

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import threading
 
 import pytest
 import torch
@@ -319,6 +320,38 @@ def test_zero_grad_without_step_forgets_the_backward(homes):
     assert_same((model, optimizer, None), run(data=[data[0], data[2]]))
 
 
+@pytest.mark.parametrize("schedule", ["after-norm", "in-backward"])
+def test_zero_grad_forgets_a_micro_batch_of_a_step_that_was_given_up(schedule):
+    first, *data = batches(5)
+
+    def train(given_up):
+        model = Net()
+        optimizer = OffloadAdamW(model, lr=3e-3, max_grad_norm=0.0, schedule=schedule, homes="gpu", micro_batches=2)
+        if given_up:
+            loss_of(model, first).backward()
+            optimizer.zero_grad()
+        for pair in (data[:2], data[2:]):
+            for ids in pair:
+                loss_of(model, ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return model, optimizer, []
+
+    assert_same(train(given_up=True), train(given_up=False))
+
+
+def test_gradients_outlive_a_loaded_state(device):
+    """Of `host` they are no longer on a GPU by then."""
+
+    def load(number, model, optimizer):
+        if number == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+
+    ours = run(homes={"gpu": 0.4, "stream": 0.3, "host": 0.3}, chunk_size=100, before_step=load, device=device)
+    assert_same(run(homes="gpu", device=device), ours)
+
+
 @pytest.mark.parametrize("homes", HOMES)
 def test_weights_loaded_into_the_model_are_the_new_masters(homes, device):
     model, optimizer, _ = run(homes=homes, chunk_size=100, device=device)
@@ -330,13 +363,14 @@ def test_weights_loaded_into_the_model_are_the_new_masters(homes, device):
 
 
 def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
-    model = Net()
-    optimizer = OffloadAdamW(model, homes="host")
+    others, model = set(threading.enumerate()), Net()
+    optimizer = OffloadAdamW(model, homes={"host": 0.5, "stream": 0.5}, chunk_size=100)
     monkeypatch.setattr("penstock.offload.pool.Pool.begin", lambda *_: 1 / 0)
     loss_of(model, batches(1)[0]).backward()
     optimizer.step()
     with pytest.raises(ZeroDivisionError):
-        optimizer.synchronize()
+        optimizer.close()
+    assert set(threading.enumerate()) <= others
 
 
 @pytest.mark.parametrize(("homes", "taken"), [("gpu", False), ("stream", True), ({"gpu": 0.5, "host": 0.5}, True)])

@@ -29,7 +29,7 @@ from penstock.model.sharded import _read
 from penstock.model.source import find_source
 from penstock.offload import homes
 from penstock.offload.optimizer import OffloadAdamW
-from penstock.offload.shards import extents, local, local_start
+from penstock.offload.shards import all_say, extents, local, local_start
 from penstock.offload.state import state_tensors
 from penstock.presets import PRESETS
 
@@ -247,6 +247,9 @@ def cutting(shapes):
                 "extent": extents(p)[world.rank], "found": (start, own.numel()), "all": extents(p),
                 "total": tensor.numel(),
             })  # fmt: skip
+        # Beside it, what ranks agree on.
+        assert all_say(True, p)
+        assert not all_say(world.rank == 0, p)
         return cuts
 
 

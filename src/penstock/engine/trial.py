@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from penstock.data.loader import MicroBatch
 from penstock.engine.packed import PackedModel
 from penstock.hardware import pick_compile
-from penstock.offload.shards import local
+from penstock.offload.shards import all_say, local
 from penstock.recipe import Recipe
 
 
@@ -77,14 +77,14 @@ class _Watch:
         return found
 
 
-def try_once(packed: PackedModel, recipe: Recipe, *, keeping: bool) -> Trial:
+def try_once(packed: PackedModel, recipe: Recipe, ranks: int, *, keeping: bool) -> Trial:
     """Forward and backward of a full micro-batch, to see what they need before state takes the rest.
 
     `keeping`: all gradients of one micro-batch are there at once, so that its activations and they share the peak.
     """
     if packed.device.type != "cuda":
         return Trial(0, 0, {}, 0.0, 0.0, 0.0)
-    batch = full_batch(recipe.rows_at_once, recipe.max_length, packed.model.config.get_text_config().vocab_size)
+    batch = full_batch(recipe.rows_on(ranks), recipe.max_length, packed.model.config.get_text_config().vocab_size)
     parameters = [p for p in packed.model.parameters() if p.requires_grad]
     watch = _Watch(packed.device)
     with _told(parameters, watch.came):
@@ -97,8 +97,8 @@ def try_once(packed: PackedModel, recipe: Recipe, *, keeping: bool) -> Trial:
         if keeping:
             taken_after = {}
             # Activations go while gradients come, so that it may fit where the sum of both does not. Ranks do not try:
-            # one that ran out of memory would leave the others waiting.
-            if not sharded or kept_bytes < torch.cuda.mem_get_info(packed.device)[0]:
+            # one that ran out of memory would leave the others waiting, as would one that does not go along.
+            if not sharded or all_say(kept_bytes < torch.cuda.mem_get_info(packed.device)[0], parameters[0]):
                 with suppress(torch.OutOfMemoryError):
                     watch.start()
                     packed.loss_sum(batch).backward()

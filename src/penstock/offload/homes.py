@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,11 @@ from penstock.offload.formats import StateFormat, StateView
 from penstock.offload.kernels import adamw_
 from penstock.offload.lanes import Lane, Mark, Tape, ToHost, main_mark
 from penstock.offload.pool import Pool
+
+IN_PIECES = (
+    "GPU memory is in pieces: no more state comes before its update, and steps take a little longer. "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps."
+)
 
 
 @dataclass(frozen=True)
@@ -184,7 +190,7 @@ class StreamHome:
         self._early: list[Chunk] = []  # those that come before their update, in the order of forward
         self._to_come: deque[Chunk] = deque()  # of them, those that have not come in this step
         self._come_bytes = 0
-        self._bringing: Future[None] = Future()
+        self._bringing: list[Future[None]] = []
         self._there: dict[Chunk, tuple[Tensor, Mark]] = {}  # the thread's: what has come, and when it has arrived
         self._early_out: deque[Mark] = deque()
         self._in, self._out = Lane("in", device, tape, to_device=True), Lane("out", device, tape)
@@ -222,18 +228,21 @@ class StreamHome:
             except torch.OutOfMemoryError:  # in pieces that are too small: what cannot come early streams
                 self._early, self._to_come = [], deque()
                 self._order.submit(self._there.clear)
+                warnings.warn(IN_PIECES, stacklevel=1)
                 return
             self._come_bytes += chunk.state_bytes
             # Its memory was an activation's until here, so nothing may be written there before the device is as far.
-            self._bringing = self._order.submit(self._bring_now, chunk, slot, main_mark(self._device))
+            self._bringing.append(self._order.submit(self._bring_now, chunk, slot, main_mark(self._device)))
 
     def new_step(self) -> None:
         """Forget what came and was not updated."""
         if self._come_bytes:
             self._order.submit(self._there.clear)
-            if self._bringing.done():  # an error there is an error here
-                self._bringing.result()
         self._to_come, self._come_bytes = deque(self._early), 0
+        done = [bringing for bringing in self._bringing if bringing.done()]
+        self._bringing = [bringing for bringing in self._bringing if bringing not in done]
+        for bringing in done:
+            bringing.result()  # an error there is an error here
 
     @torch.no_grad()
     def _bring_now(self, chunk: Chunk, slot: Tensor, free: Mark) -> None:

@@ -308,10 +308,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._open, self._coefficients = False, None
         self._passes = [0] * len(self._parameters)
         self._changes.forget()
-        if self._ahead is not None:
-            self._ahead.new_step()
         for collected in (self._final, self._sent, self._seen):
             collected.clear()
+        if self._ahead is not None:
+            self._ahead.new_step()
 
     def _update_unit(self, unit: Unit, rows: list[Coefficients]) -> None:
         ready, home_of = main_mark(self._device), self._housing.home_of
@@ -338,7 +338,7 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Zeroing them in place must first wait for the updates that still read them."""
-        if self._open:  # a backward without step(): its gradients are not wanted
+        if self._open or any(self._passes):  # a backward without step(): its gradients are not wanted
             self._forget_step()
         if not set_to_none:
             self.synchronize()
@@ -409,7 +409,8 @@ class OffloadAdamW(torch.optim.Optimizer):
             group.update(saved)
         self._scalars.steps = state_dict["steps"].to(self._device)
         self._scalars.powers = state_dict["powers"].to(self._device)
-        self._forget_step()
+        if self.schedule == "in-backward":  # gradients have been used; else they wait for `step`, as in torch
+            self._forget_step()
         if state_dict["state"]:
             for (index, p), entry in zip(enumerate(self._parameters), state_dict["state"], strict=True):
                 write_state(p, list(self._housing.states(index)), entry)
@@ -437,8 +438,12 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Give back state, arenas and threads, and let go of the model; its weights stay."""
-        self.synchronize()
-        self._ahead = None
-        for hook in self._hooks:
-            hook.remove()
-        self._housing.close()
+        try:
+            self.synchronize()
+        finally:  # an error there is the caller's, but nothing is held back because of it
+            self._ahead = None
+            for unit in self._units:
+                unit.updates.clear()
+            for hook in self._hooks:
+                hook.remove()
+            self._housing.close()

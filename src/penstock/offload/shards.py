@@ -54,6 +54,13 @@ def group_of(tensor: Tensor) -> dist.ProcessGroup | None:
     return tensor.device_mesh.get_group() if isinstance(tensor, DTensor) else None
 
 
+def all_say(yes: bool, sharded: Tensor) -> bool:
+    """Whether all ranks among which a tensor is sharded say yes."""
+    votes = torch.tensor(float(yes), device=sharded.device)
+    dist.all_reduce(votes, dist.ReduceOp.MIN, group_of(sharded))
+    return bool(votes)
+
+
 def check_blocks(parameters: list[Tensor], states: StateFormat) -> None:
     """Refuse a format whose blocks the ranks would cut.
 

@@ -29,13 +29,13 @@ class Unit:
 
     def wait(self, device: torch.device, tape: Tape) -> None:
         """The calling thread's stream goes on only after this unit's update."""
-        if self.updates:
+        updates, self.updates = self.updates, []  # at once: one that failed is told of once
+        if updates:
             with tape.on_device("wait"):
-                for update in self.updates:
+                for update in updates:
                     mark = update.result()
                     main_waits(device, mark)
                     gather_waits(self.module, mark)
-            self.updates.clear()
 
 
 def find_units(model: nn.Module, parameters: Sequence[Tensor], units: Iterable[nn.Module] | None) -> list[Unit]:
