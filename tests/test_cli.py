@@ -253,3 +253,17 @@ def test_the_preview_loses_no_end_of_a_line(capsys):
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) == 80
     assert "% full" in text, "the last words of the longest line"
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_rank_leaves_without_taking_its_interpreter_down(joined):
+    """Threads of gloo may still hold tensors then, and abort the process."""
+    code = (
+        "import atexit, penstock.cli as cli, penstock.engine.ranks as ranks\n"
+        "atexit.register(print, 'taken down')\n"
+        "cli.main = lambda: (print('done', end=''), 3)[1]\n"
+        f"{'ranks.HAS_JOINED.set()' if joined else ''}\n"
+        "cli.run()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (3, "done" if joined else "donetaken down\n")

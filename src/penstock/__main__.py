@@ -1,7 +1,5 @@
 """`python -m penstock`."""
 
-import sys
+from penstock.cli import run
 
-from penstock.cli import main
-
-sys.exit(main())
+run()

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
+from typing import NoReturn
 
 import tyro
 
@@ -36,9 +37,26 @@ from penstock.signals import handling
 from penstock.words import counted
 
 
+def run() -> NoReturn:
+    """The command of this process.
+
+    A rank leaves without taking its interpreter down: a thread of gloo that still holds a tensor would then want the
+    interpreter's lock, and end the process with SIGABRT (pytorch/pytorch#179291), after all of its work was done.
+    """
+    code = main()
+    ranks = sys.modules.get("penstock.engine.ranks")
+    if ranks is not None and ranks.HAS_JOINED.is_set():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # torch reads it when it first uses a GPU
     try:
         with handling(_end, signal.SIGTERM):
             return _dispatch(words)

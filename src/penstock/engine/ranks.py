@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Event
 from typing import TypeVar
 
 import torch
@@ -27,6 +28,8 @@ T = TypeVar("T")
 PATIENCE = timedelta(hours=2)
 """How long a rank waits for another: one may read 140 GB of weights or a data set meanwhile. A rank that died is
 noticed by its closed connection, not by this."""
+HAS_JOINED = Event()
+"""Set once this process has known other ranks: then it must not end as others do (`cli.run`)."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,7 @@ def joined(world: World, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # or every rank would make a context on the first GPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    HAS_JOINED.set()
     dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=PATIENCE)
     yield
     world.largest(0)  # rank 0 may still be writing: ending the group under it would end the run as a failure
