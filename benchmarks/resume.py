@@ -21,9 +21,10 @@ from pathlib import Path
 
 import xxhash
 
-import penstock.engine.native as native
 from penstock.checkpoint.store import NUM_THREADS, find, open_checkpoint, read_tensors, save, verify
 from penstock.checkpoint.tensors import safetensors
+from penstock.engine.native import NativeEngine
+from penstock.engine.trial import full_batch
 from penstock.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model
 from penstock.preparation import make_repeatable
@@ -55,8 +56,8 @@ def build(recipe):
     recipe = dataclasses.replace(recipe, dtype=pick_dtype(recipe.dtype, device))
     config = load_config(recipe)
     model = load_model(recipe, config, device, print)
-    engine = native.NativeEngine(model, recipe, print)
-    batch = native.full_batch(recipe.rows_at_once, recipe.max_length, config.get_text_config().vocab_size)
+    engine = NativeEngine(model, recipe, print)
+    batch = full_batch(recipe.rows_at_once, recipe.max_length, config.get_text_config().vocab_size)
     return engine, batch
 
 

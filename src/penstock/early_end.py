@@ -54,16 +54,16 @@ def interrupted(recipe: Recipe, stop: Stop, step: int, total_steps: int) -> Inte
 
 
 @contextmanager
-def memory_advice(recipe: Recipe) -> Iterator[None]:
+def memory_advice(recipe: Recipe, ranks: int) -> Iterator[None]:
     """Out of memory, in words."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        smaller = max(1, recipe.rows_at_once // 2)
+        rows = recipe.rows_on(ranks)
         raise DoesNotFit(
-            f"the GPU is out of memory with {recipe.rows_at_once} rows of {recipe.max_length} tokens at once: {error}",
+            f"the GPU is out of memory with {rows} rows of {recipe.max_length} tokens at once: {error}",
             where=recipe.name,
-            remedy=f"Try --recompute full, --micro-batch-size {smaller}, or a shorter --max-length.",
+            remedy=f"Try --recompute full, --micro-batch-size {max(1, rows // 2)}, or a shorter --max-length.",
         ) from error
 
 

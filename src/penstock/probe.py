@@ -22,7 +22,7 @@ from penstock.machines import Machine
 
 Say = Callable[[str], None]
 DISK_BYTES = 64 * 2**20
-_FORMAT = 1
+_FORMAT = 2
 """Raised when what is measured changes, so that old files are measured again."""
 
 

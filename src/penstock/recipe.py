@@ -109,7 +109,7 @@ class Recipe:
     batch_size: int = 4
     """Rows in a step."""
     micro_batch_size: int = 0
-    """Rows run at once; their gradients are added up. 0: the whole batch."""
+    """Rows that a GPU runs at once; their gradients are added up. 0: all that it has of a step."""
     epochs: float = 1.0
     """Passes over the data."""
     max_steps: int = 0
@@ -175,8 +175,13 @@ class Recipe:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows in a micro-batch."""
-        return self.micro_batch_size or self.batch_size
+        """Rows in a micro-batch, with one rank."""
+        return self.rows_on(1)
+
+    def rows_on(self, ranks: int) -> int:
+        """Rows in a micro-batch of each of so many ranks: no more than its share of a step."""
+        share = -(-self.batch_size // ranks)
+        return min(self.micro_batch_size or share, share)
 
 
 def _words(text: str) -> list[str]:
@@ -198,8 +203,8 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (r.epochs > 0, "epochs", "must be positive", "1 is one pass over the data; 0.5 is half of one."),
         (r.max_steps >= 0, "max_steps", "must not be negative", "0 means as many as the epochs take."),
         (r.batch_size >= 1, "batch_size", "must be at least 1", "It is the number of rows in a step."),
-        (r.micro_batch_size >= 0, "micro_batch_size", "must not be negative", "0 means the whole batch."),
-        (r.rows_at_once <= r.batch_size, "micro_batch_size", f"is more than batch_size {r.batch_size}", "Lower it."),
+        (r.micro_batch_size >= 0, "micro_batch_size", "must not be negative", "0 means all of a step."),
+        (r.micro_batch_size <= r.batch_size, "micro_batch_size", f"is over batch_size {r.batch_size}", "Lower it."),
         (r.max_length >= 2, "max_length", "must be at least 2", "A token is predicted from the one before it."),
         (0 < r.data_percent <= 100, "data_percent", "must be over 0 and at most 100", "10 uses a tenth of them."),
         (0 <= r.validation <= 0.5, "validation", "must be between 0 and 0.5", "It is a share: 0.05 holds out 5 %."),

@@ -90,7 +90,7 @@ def train(
             foresee_disk(run, first_step)
         run, plan = planned(run, console, world)
         recipe = run.recipe
-        with console.phase(f"Loading {recipe.model}") as loading, memory_advice(recipe):
+        with console.phase(f"Loading {recipe.model}") as loading, memory_advice(recipe, world.size):
             model, remainders = load(run, console, world)
             loading.num_bytes = sum(p.nbytes for p in model.parameters())
             stop_at(model, end_tokens(run))
@@ -100,7 +100,7 @@ def train(
             num_params = sum(p.numel() for p in model.parameters())
             console.say(f"  {num_params / 1e6:,.1f} M parameters on {world.times}{describe(run.device)}")
             per_token = flops_per_token(model, run.data.train.mean_length)
-        with console.phase(f"Making ready to train in mode {recipe.mode}"), memory_advice(recipe):
+        with console.phase(f"Making ready to train in mode {recipe.mode}"), memory_advice(recipe, world.size):
             engine, before = start_engine(model, remainders, run, saved, console, world)
         check_disk_of(engine, run, first_step, world)
 
@@ -138,7 +138,7 @@ def train(
         with signals() as stop:
             sources = sources_of(recorder, run.device, per_token)
             watched = console.training(recipe.name, run.total_steps, sources, metrics.rows)
-            with watched, memory_advice(recipe), disk_advice(run_dir):
+            with watched, memory_advice(recipe, world.size), disk_advice(run_dir):
                 run_steps(run, engine, metrics, recorder, stop, save, first_step, place_in(run.data, saved), world)
             recorder.close()
             engine.release()

@@ -189,6 +189,15 @@ def test_ranks_share_a_step_and_run_the_same_number_of_micro_batches(make, ranks
         assert sum(b.num_trained for b in of_ranks) == sum(b.num_trained for b in step)
 
 
+@pytest.mark.parametrize(("ranks", "at_once", "rows"), [(1, 0, 6), (2, 0, 3), (4, 0, 2), (2, 2, 2), (3, 6, 2)])
+def test_micro_batches_of_one_shape_have_no_more_rows_than_a_rank_has(make, ranks, at_once, rows):
+    data = make(packing=False, n=12, batch_size=6, micro_batch_size=at_once, compile=True)
+    for rank in range(ranks):
+        batches, _ = data.train.step_at(Position(), rank=rank, ranks=ranks)
+        assert {b.input_ids.shape for b in batches} == {(rows, 256)}
+        assert len(batches) == math.ceil(math.ceil(6 / ranks) / rows)
+
+
 def test_a_rank_without_rows_gets_a_filler(make):
     data = make(packing=False, n=5, batch_size=4, micro_batch_size=1)
     batches, after = data.train.step_at(Position(0, 4), rank=3, ranks=4)

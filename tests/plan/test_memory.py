@@ -118,8 +118,8 @@ def test_each_of_several_gpus_keeps_a_share_of_the_gradients_beside_whole_activa
     assert four.kept_bytes > 2 * LLAMA_8B.num_parameters() / 4 + saved_in_layer(LLAMA_8B, Work(1, 4096, "none")) / 2
 
 
-def test_disk_holds_what_is_kept_and_one_being_written():
-    found = disk(10**9, 10.0, 2, keep=2)
+def test_disk_holds_checkpoints_and_the_model():
+    found = disk(10**9, 10.0, 2, checkpoints=3)
     assert found.checkpoint_bytes == 12e9
     assert found.peak_bytes == 3 * 12e9 + 2e9
-    assert disk(10**9, 10.0, 2, keep=0).peak_bytes == 2e9
+    assert disk(10**9, 10.0, 2, checkpoints=0).peak_bytes == 2e9

@@ -153,7 +153,7 @@ def test_the_largest_parts_come_first():
 
 
 def test_disk_and_loading():
-    plan = predict(Job(LLAMA_8B, 4, 4096, keep=2), Settings("fp32", 1, "none"), H200)
+    plan = predict(Job(LLAMA_8B, 4, 4096, checkpoints=3), Settings("fp32", 1, "none"), H200)
     assert plan.disk.checkpoint_bytes == pytest.approx(12 * plan.num_params)
     assert plan.loading == pytest.approx(2 * plan.num_params + 2 * 128256 * 4096)
 

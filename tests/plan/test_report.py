@@ -124,6 +124,23 @@ def test_on_the_h200_every_preset_but_the_largest_has_a_way():
         assert main(words) == 0, name
 
 
+def test_the_matrix_marks_what_fits_without_clipping_only():
+    cells = matrix(H200, (1, 2))
+    lines = matrix_lines(H200, cells)
+    (row,) = (line for line in lines if line.startswith("seed-oss-36b "))
+    assert row.count("*") == 1
+    assert "int8" in row.split("*")[0]
+    assert "*: not clipped (--max-grad-norm 0); clipped it does not fit" in lines
+    assert not any("*" in line for line in matrix_lines(H200, [c for c in cells if c.preset == "llama-8b"]))
+
+
+def test_several_gpus_share_the_memory_of_their_host(capsys):
+    main(["plan", "llama-8b", "--gpu", "h200", "--gpus", "2"])
+    out = capsys.readouterr().out
+    assert "2 x h200 (rates of one were measured)" in out
+    assert "GB of 67.1, of which 3.2 are left free" in out
+
+
 def test_too_many_gpus_for_the_batch_are_refused():
     with pytest.raises(RecipeError, match="each GPU needs a row"):
         make_plan(PRESETS["llama-8b"], H200, 8)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from penstock.layout import STATE_FORMATS
 from penstock.machines import H200, MACHINES
 from penstock.plan.predict import Job, Settings, predict
+from penstock.plan.report import make_plan
 from penstock.plan.solve import EVERYTHING, Free, alternatives, cheapest_change, flags_between, plans, solve
 from penstock.presets import ARCHITECTURES, PRESETS, Architecture
 
@@ -160,3 +161,11 @@ def test_flags_lead_from_one_plan_to_the_other():
         "--states bf16", "--micro-batch-size 2", "--recompute selected:8", "--max-grad-norm 0", "--max-length 2048",
     )  # fmt: skip
     assert flags_between(old, old) == ()
+
+
+def test_rows_at_once_are_those_of_one_gpu():
+    """As in a recipe: what the plan prints can be pasted."""
+    old, new = (predict(Job(LLAMA_8B, 8, 4096), Settings("fp32", rows, "full"), H200, gpus=2) for rows in (4, 2))
+    assert flags_between(old, new) == ("--micro-batch-size 2",)
+    assert make_plan(replace(PRESETS["llama-8b"], batch_size=8, micro_batch_size=2), H200, 2).settings.micro_batch == 2
+    assert make_plan(replace(PRESETS["llama-8b"], batch_size=8), H200, 2).settings.micro_batch == 4

@@ -134,13 +134,14 @@ class Loader:
 
         The last step of an epoch may have fewer rows. Of several ranks each gets every ranks-th row of the step; all
         get the same number of micro-batches, since a rank that runs one less would leave the others waiting. A rank
-        that has no rows left for its last one gets a single padding token, which trains nothing.
+        that has no rows left for its last one gets padding, which trains nothing.
         """
         assert 0 <= position.row < self.num_rows, f"{position} is not in an epoch of {self.num_rows} rows"
         step = self._rows(position.epoch)[position.row : position.row + self._batch_size]
         rows = step[rank::ranks]
-        count = math.ceil(math.ceil(len(step) / ranks) / self._rows_at_once)
-        batches = [self._micro_batch(rows[i * self._rows_at_once :][: self._rows_at_once]) for i in range(count)]
+        at_once = min(self._rows_at_once, math.ceil(self._batch_size / ranks))
+        count = math.ceil(math.ceil(len(step) / ranks) / at_once)
+        batches = [self._micro_batch(rows[i * at_once :][:at_once], at_once) for i in range(count)]
         after = position.row + len(step)
         return batches, Position(position.epoch, after) if after < self.num_rows else Position(position.epoch + 1, 0)
 
@@ -168,8 +169,8 @@ class Loader:
             self._order = (epoch, order)
         return self._order[1]
 
-    def _micro_batch(self, rows: Ints) -> MicroBatch:
-        store, num_rows = self.store, self._rows_at_once if self._fixed_length else max(1, len(rows))
+    def _micro_batch(self, rows: Ints, at_once: int) -> MicroBatch:
+        store, num_rows = self.store, at_once if self._fixed_length else max(1, len(rows))
         in_row = [self.packing.row(r) for r in rows]
         examples = np.concatenate([*in_row, np.empty(0, dtype=np.int64)])
         row = np.repeat(np.arange(len(rows)), [len(e) for e in in_row])

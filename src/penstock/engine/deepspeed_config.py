@@ -38,7 +38,7 @@ _SECTIONS = {
 
 def deepspeed_json(recipe: Recipe, world: World) -> dict[str, Any]:
     """The configuration of a run, with the user's own file over it."""
-    rows = recipe.rows_at_once
+    rows = recipe.rows_on(world.size)
     generated: dict[str, Any] = {
         # DeepSpeed wants the product of these three to be exact. Its own count of micro-batches is not used: the last
         # step of an epoch may have fewer, and a micro-batch weighs what it has of trained tokens.

@@ -43,10 +43,10 @@ class NativeEngine:
         # First of all: what is compiled, and what the trial takes, depends on the precision that is trained in.
         remainders = rounded_off(model, torch.bfloat16 if recipe.dtype == "bf16" else None, remainders or {})
         self.packed = PackedModel(model, recipe, say)
-        accumulates = recipe.rows_at_once < -(-recipe.batch_size // world.size)
+        accumulates = recipe.rows_on(world.size) < -(-recipe.batch_size // world.size)
         in_backward = recipe.update == "in-backward" or (recipe.update == "auto" and not recipe.max_grad_norm)
         with self._memory_explained():
-            trial = try_once(self.packed, recipe, keeping=not (accumulates or in_backward))
+            trial = try_once(self.packed, recipe, world.size, keeping=not (accumulates or in_backward))
         if trial.activation_bytes and pick_compile(recipe, self.packed.device):
             say(f"layers compiled in {trial.start_seconds:.1f} s; what was made is kept for the next run")
         if trial.activation_bytes:
@@ -161,7 +161,7 @@ class NativeEngine:
             if self.packed.device.type == "cuda":
                 peak = torch.cuda.max_memory_allocated(self.packed.device)
                 parts["activations and the rest"] = max(0, peak - sum(parts.values()))
-            raise out_of_memory(parts, self._recipe) from error
+            raise out_of_memory(parts, self._recipe, self._world.size) from error
 
     def release(self) -> None:
         """Let the last updates finish, then give state back."""
@@ -216,11 +216,11 @@ def held_memory(device: torch.device, weights: int, state: Mapping[str, int], we
     return held
 
 
-def out_of_memory(parts: dict[str, int], recipe: Recipe) -> DoesNotFit:
+def out_of_memory(parts: dict[str, int], recipe: Recipe, ranks: int) -> DoesNotFit:
     """An error with the largest parts and the cheapest changes first."""
     largest = sorted(parts.items(), key=lambda part: -part[1])
     held = ", ".join(f"{name} {num_bytes / 2**30:.1f} GiB" for name, num_bytes in largest if num_bytes)
-    rows = recipe.rows_at_once
+    rows = recipe.rows_on(ranks)
     changes = [
         (recipe.homes not in ("auto", "stream", "host"), "--homes auto"),
         (rows > 1, f"--micro-batch-size {rows // 2}"),

@@ -148,11 +148,11 @@ class Disk:
 
     checkpoint_bytes: float
     peak_bytes: float
-    """Checkpoints that are kept, one being written, and the exported model."""
+    """Checkpoints that are there at once, and the exported model."""
 
 
-def disk(num_params: int, state_bytes: float, weight_bytes: int, keep: int) -> Disk:
-    """Weights and state of every parameter."""
+def disk(num_params: int, state_bytes: float, weight_bytes: int, checkpoints: int) -> Disk:
+    """Weights and state of every parameter, in so many checkpoints at once."""
     weights = float(weight_bytes * num_params)
     checkpoint = weights + state_bytes * num_params
-    return Disk(checkpoint, (keep + 1) * checkpoint + weights if keep else weights)
+    return Disk(checkpoint, checkpoints * checkpoint + weights)

@@ -64,7 +64,8 @@ class Job:
     """Shares that the recipe fixes; empty for `auto`."""
     attention: str = "varlen"
     dtype_bytes: int = 2
-    keep: int = 2
+    checkpoints: int = 3
+    """On disk at once, at the most."""
     compiled: bool = False
 
     @property
@@ -192,7 +193,7 @@ class Plan:
     def disk(self) -> Disk:
         """Checkpoints and the exported model."""
         state = state_bytes(256, self.settings.states, self.job.dtype_bytes) / 256
-        return disk(self.num_params, state, self.job.dtype_bytes, self.job.keep)
+        return disk(self.num_params, state, self.job.dtype_bytes, self.job.checkpoints)
 
 
 def _process_bytes(job: Job, machine: Machine) -> float:
@@ -204,10 +205,15 @@ def host_reserve(machine: Machine) -> int:
     return HOST_RESERVE if machine.has_gpu else min(HOST_RESERVE, machine.host_bytes // 20)
 
 
+def sharing_a_host(machine: Machine, gpus: int) -> int:
+    """How many of the GPUs share the memory of one host."""
+    return min(gpus, machine.gpus_per_host or gpus)
+
+
 def rooms(job: Job, machine: Machine, gpus: int) -> Room:
     """Bytes for everything but the driver and the reserves, on one GPU and in its share of the host."""
-    sharing = min(gpus, machine.gpus_per_host or gpus)
-    host = (machine.host_bytes - host_reserve(machine)) / sharing - _process_bytes(job, machine)
+    share = (machine.host_bytes - host_reserve(machine)) / sharing_a_host(machine, gpus)
+    host = share - _process_bytes(job, machine)
     if machine.unified:  # one memory for both: what the GPU takes the host has not
         return Room(host - CONTEXT_BYTES, 0.0)
     if not machine.has_gpu:
@@ -250,7 +256,7 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     room = rooms(job, machine, gpus)
     extra = sharded_bytes(a, b) if gpus > 1 else 0.0
     free = Room(room.gpu_bytes - b * num_params - extra, room.host_bytes)
-    sharing = min(gpus, machine.gpus_per_host or gpus)
+    sharing = sharing_a_host(machine, gpus)
     link = machine.link_bytes_per_s if machine.has_gpu else math.inf  # without a GPU there is nothing to cross
     rates = Rates(link, machine.host_params_per_s / sharing)
     placement = _placement(job, need, free, rates, settings.states, machine) if room.host_bytes >= 0 else None

@@ -17,7 +17,7 @@ from penstock.layout import GPU_RESERVE
 from penstock.machines import MACHINES, Machine
 from penstock.plan.architecture import architecture_of
 from penstock.plan.outlook import RunLength, run_length
-from penstock.plan.predict import Job, Plan, Settings, host_reserve, largest_parts, predict
+from penstock.plan.predict import Job, Plan, Settings, host_reserve, largest_parts, predict, sharing_a_host
 from penstock.plan.solve import (
     EVERYTHING,
     TRADES,
@@ -65,7 +65,7 @@ def job_of(recipe: Recipe, dtype_bytes: int = 2, *, gpu: bool = True) -> Job:
         homes=() if recipe.homes == "auto" or not overlap else tuple(shares.items()),
         attention="varlen" if recipe.attention == "auto" else recipe.attention,
         dtype_bytes=dtype_bytes,
-        keep=recipe.keep,
+        checkpoints=(recipe.keep + 1 if recipe.save_every else 1) if recipe.keep else 0,
         compiled=recipe.compile and gpu and dtype_bytes == 2,
     )
 
@@ -77,15 +77,10 @@ def with_recompute(recipe: Recipe, machine: Machine | None, gpus: int = 1) -> Re
     if machine is None or not machine.has_gpu:
         return replace(recipe, recompute="none")
     try:
-        plan = solve(_job(recipe, machine), machine, gpus, Free(recipe.states, _rows_at_once(recipe, gpus)))
+        plan = solve(_job(recipe, machine), machine, gpus, Free(recipe.states, recipe.rows_on(gpus)))
     except UserError:  # a model that the plan does not know
         plan = None
     return replace(recipe, recompute=plan.settings.recompute if plan else "full")
-
-
-def _rows_at_once(recipe: Recipe, gpus: int) -> int:
-    """On one GPU."""
-    return max(1, -(-recipe.rows_at_once // gpus))
 
 
 def _job(recipe: Recipe, machine: Machine) -> Job:
@@ -102,7 +97,7 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
             remedy=f"Use --batch-size {gpus}, or fewer GPUs.",
         )
     recipe = with_recompute(recipe, machine, gpus)
-    settings = Settings(recipe.states, _rows_at_once(recipe, gpus), recipe.recompute)
+    settings = Settings(recipe.states, recipe.rows_on(gpus), recipe.recompute)
     return predict(_job(recipe, machine), settings, machine, gpus)
 
 
@@ -133,8 +128,9 @@ def _count(number: int) -> str:
 
 
 def gpus_in_words(machine: Machine, gpus: int) -> str:
-    """`2 x gh200 (data sheet, not measured)`."""
-    return f"{gpus} x {machine.name} ({'measured' if machine.measured else 'from data sheets, not measured'})"
+    """`2 x gh200 (from data sheets, not measured)`."""
+    measured = "measured" if gpus == 1 else "rates of one were measured"
+    return f"{gpus} x {machine.name} ({measured if machine.measured else 'from data sheets, not measured'})"
 
 
 def homes_in_words(plan: Plan) -> str:
@@ -172,7 +168,10 @@ def _memory(plan: Plan) -> list[str]:
     for where, name, size in places if plan.machine.has_gpu else places[1:]:
         parts = [b for b in plan.buffers if b.place in where and b.num_bytes >= 5e6]
         total = sum(b.num_bytes for b in parts)
-        free = GPU_RESERVE if where == ("gpu",) else host_reserve(plan.machine)
+        free = GPU_RESERVE
+        if where != ("gpu",):
+            sharing = sharing_a_host(plan.machine, plan.gpus)
+            size, free = size // sharing, host_reserve(plan.machine) // sharing
         found.append(
             f"{name}{share}: {total / 1e9:,.1f} GB of {size / 1e9:,.1f}, of which {free / 1e9:.1f} are left free"
         )
@@ -183,9 +182,10 @@ def _memory(plan: Plan) -> list[str]:
             found.append(f"  {part.name:<24}{part.num_bytes / 1e9:>8.2f}{note}")
     written = plan.disk
     found.append(f"Loading: {plan.loading / 1e9:,.1f} GB at the peak; no copy in host memory")
+    kept = {0: "no checkpoint", 1: "one, at the end"}.get(plan.job.checkpoints, f"{plan.job.checkpoints} at once")
     found.append(
         f"Disk: {written.checkpoint_bytes / 1e9:,.1f} GB a checkpoint, {written.peak_bytes / 1e9:,.1f} at the peak "
-        f"({plan.job.keep} kept, one being written, and the model); saving takes no extra memory"
+        f"({kept}, and the model); saving takes no extra memory"
     )
     return found
 
@@ -218,7 +218,7 @@ def _other(base: Plan, other: Alternative) -> list[str]:
 
 
 def short(plan: Plan) -> str:
-    """Two lines for `train`."""
+    """A line for `train`."""
     s = plan.seconds
     homes = homes_in_words(plan)
     host = f", {plan.peak_bytes('host') / 1e9:.1f} GB host" if plan.machine.has_gpu else ""
@@ -330,9 +330,13 @@ class Cell:
 
 
 def matrix(machine: Machine, counts: Sequence[int] = (1, 2, 4)) -> list[Cell]:
-    """Every preset with an architecture on every number of GPUs, with the best settings."""
+    """Every preset with an architecture on every number of GPUs, with the best settings; clipped, if that fits."""
     jobs = {r.name: job_of(r) for r in PRESETS.values() if r.model in ARCHITECTURES}
-    return [Cell(name, n, solve(job, machine, n, EVERYTHING)) for name, job in jobs.items() for n in counts]
+    return [
+        Cell(name, n, solve(job, machine, n, EVERYTHING) or solve(replace(job, clip=False), machine, n, EVERYTHING))
+        for name, job in jobs.items()
+        for n in counts
+    ]
 
 
 def matrix_lines(machine: Machine, cells: Sequence[Cell]) -> list[str]:
@@ -340,21 +344,23 @@ def matrix_lines(machine: Machine, cells: Sequence[Cell]) -> list[str]:
     counts = sorted({cell.gpus for cell in cells})
     width = 30
     found = [
-        f"Every preset on {machine.name} ({'measured' if machine.measured else 'from data sheets, not measured'}), "
+        f"Every preset on {machine.name} ({'one measured' if machine.measured else 'from data sheets, not measured'}), "
         "best settings: format, tokens/s, recompute, rows at once on a GPU",
         f"{'':<16}" + "".join(f"{f'{n} GPU' + ('s' if n > 1 else ''):<{width}}" for n in counts).rstrip(),
     ]
     for name in dict.fromkeys(cell.preset for cell in cells):
         own = {cell.gpus: cell.plan for cell in cells if cell.preset == name}
         found.append(f"{name:<16}" + "".join(f"{_cell(own[n]):<{width}}" for n in counts).rstrip())
-    return [*found, "", *_fewer(cells)]
+    notes = ["*: not clipped (--max-grad-norm 0); clipped it does not fit"]
+    return [*found, *(notes if any(c.plan and not c.plan.job.clip for c in cells) else []), "", *_fewer(cells)]
 
 
 def _cell(plan: Plan | None) -> str:
     if plan is None:
         return "does not fit"
     settings = plan.settings
-    return f"{settings.states} {plan.tokens_per_s:,.0f} {settings.recompute} {settings.micro_batch}"
+    clip = "" if plan.job.clip else " *"
+    return f"{settings.states} {plan.tokens_per_s:,.0f} {settings.recompute} {settings.micro_batch}{clip}"
 
 
 def _fewer(cells: Sequence[Cell]) -> list[str]:

@@ -80,7 +80,7 @@ def flags_between(old: Plan, new: Plan) -> tuple[str, ...]:
     if new.settings.states != old.settings.states:
         found.append(f"--states {new.settings.states}")
     if min(new.settings.micro_batch, new.rows) != min(old.settings.micro_batch, new.rows):
-        found.append(f"--micro-batch-size {new.settings.micro_batch * new.gpus}")
+        found.append(f"--micro-batch-size {new.settings.micro_batch}")
     if new.settings.recompute != old.settings.recompute:
         found.append(f"--recompute {new.settings.recompute}")
     if old.job.clip and not new.job.clip:
