@@ -185,7 +185,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _large(name: str, model: str, max_length: int = 4096, **deepspeed: Any) -> Recipe:
-    """The reference's settings, which its seven launch scripts share (DESIGN.md section 6), and those they do not."""
+    """What the seven launch scripts of DeepSpeedExamples' DeepSpeed-SuperOffload share, and what they do not."""
     return Recipe(
         name=name,
         model=model,
@@ -233,16 +233,3 @@ _PRESETS = (
     _large("llama-70b", "meta-llama/Llama-3.3-70B-Instruct"),
 )
 PRESETS: dict[str, Recipe] = {recipe.name: recipe for recipe in _PRESETS}
-
-SUMMARIES: dict[str, str] = {
-    "demo": "a few million parameters, embedded: no network, no GPU, a few minutes",
-    "smollm2-135m": "0.13 B parameters: the smallest real model, also on a CPU",
-    "llama-8b": "8.0 B parameters",
-    "qwen3-14b": "14.8 B parameters",
-    "phi-4": "14.7 B parameters",
-    "gpt-oss-20b": "20.9 B parameters in 32 experts, MXFP4 dequantized to bf16, rows of 8192 tokens",
-    "seed-oss-36b": "36.2 B parameters",
-    "qwen3-30b-a3b": "30.5 B parameters in 128 experts, 3.3 B of them active",
-    "llama-70b": "70.6 B parameters",
-}
-"""One line a preset, for the README's table."""

@@ -96,7 +96,8 @@ class Recipe:
     too_long: Literal["truncate", "drop", "refuse"] = "truncate"
     """What happens to an example over max_length. Each is counted and reported."""
     packing: bool = True
-    """Put several examples into one row. --no-packing pads each to the longest of its micro-batch."""
+    """Put several examples into one row. --no-packing pads each to the longest of its micro-batch; where layers are
+    compiled, as on a GPU, to max_length."""
     shuffle: bool = True
     """Mix the order in every epoch. --no-shuffle keeps the order of the file."""
     validation: float = 0.0

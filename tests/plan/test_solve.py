@@ -14,7 +14,7 @@ from penstock.plan.solve import EVERYTHING, Free, alternatives, cheapest_change,
 from penstock.presets import ARCHITECTURES, PRESETS, Architecture
 
 LLAMA_8B = ARCHITECTURES["meta-llama/Llama-3.1-8B"]
-REFERENCE = {  # DESIGN.md section 6: superchips that the reference uses
+REFERENCE = {  # superchips that the reference uses
     "llama-8b": 1, "qwen3-14b": 1, "phi-4": 1, "gpt-oss-20b": 1, "seed-oss-36b": 2, "qwen3-30b-a3b": 2, "llama-70b": 4,
 }  # fmt: skip
 

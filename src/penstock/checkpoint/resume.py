@@ -55,7 +55,7 @@ FREE = {
     "track", "project", "tags",
     "offload_ratio", "bucket_size", "param_offload", "nvme_path", "bind_cores",
 }  # fmt: skip
-"""Fields that change nothing in what is trained."""
+"""Fields that may change when a run goes on."""
 BY_CONTENT = {"model", "revision", "tokenizer", "data", "data_split", "eval_data", "eval_split"}
 """Fields that only say where something is: what is there is compared instead."""
 FIXED = {"dtype", "init", "shape", "states", "engine"}

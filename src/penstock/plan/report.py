@@ -35,7 +35,7 @@ from penstock.words import counted
 REFERENCE_GPUS = {
     "llama-8b": 1, "qwen3-14b": 1, "phi-4": 1, "gpt-oss-20b": 1, "seed-oss-36b": 2, "qwen3-30b-a3b": 2, "llama-70b": 4,
 }  # fmt: skip
-"""Superchips that the reference's examples use (DESIGN.md section 6)."""
+"""Superchips that the launch scripts of DeepSpeedExamples' DeepSpeed-SuperOffload use."""
 
 
 @dataclass(frozen=True)
