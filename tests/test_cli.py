@@ -59,6 +59,7 @@ def test_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):
         (["bench", "demo", "--steps", "0"], "--steps 0: must be at least 1"),
         (["plan", "llama-8b", "--gpu", "h20"], "Did you mean 'h200'?"),
         (["plan", "llama-8b", "--gpu", "h200", "--gpus", "0"], "--gpus 0: must be at least 1"),
+        (["train", "demo", "--data", ""], "names nothing"),
         (["plan", "llama-8b", "--gpu", "h200", "--host-memory", "lots"], "is not a size"),
         (["plan", "demo", "--model", "nobody/nothing", "--gpu", "h200"], "neither here nor in Hugging Face's cache"),
         (["generate", "no-such-run", "hello"], "not the directory of a run"),

@@ -10,6 +10,7 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
+from penstock.cli import main
 from penstock.data.template import prompt_text
 from penstock.data.turns import Turn
 from penstock.generate import questions
@@ -83,3 +84,17 @@ def test_earlier_turns_are_rendered_as_in_training(template, data_format, expect
     tokenizer = AutoTokenizer.from_pretrained(str(files("penstock.demo") / "model"))
     text = prompt_text(tokenizer, Recipe(template=template, data_format=data_format), "Three?", EARLIER)
     assert text == expected.replace("END", tokenizer.eos_token)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
+        (["--temperature", "-1"], "--temperature -1.0: must not be negative"),
+        (["--temperature", "nan"], "--temperature nan: must not be negative"),
+        (["--device", "cda"], "device = 'cda': is no device"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(run_dir, words, what, capsys):
+    assert main(["generate", str(run_dir), "hi", *words]) == 2
+    assert what in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from penstock.checkpoint.run_dir import find_model, run_recipe
 from penstock.data.template import prompt_text
 from penstock.data.turns import Turn
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, RecipeError
 from penstock.hardware import pick_device
 from penstock.model.attention import stock_attention
 from penstock.recipe import Recipe
@@ -54,6 +55,12 @@ class Chat:
     """The exported model of a run, and a conversation with it."""
 
     def __init__(self, run: Path, max_new_tokens: int, temperature: float, seed: int, device: str) -> None:
+        if max_new_tokens < 1:
+            remedy = "64 is the default."
+            raise RecipeError("must be at least 1", where=f"--max-new-tokens {max_new_tokens}", remedy=remedy)
+        if not 0 <= temperature < math.inf:
+            remedy = "0 takes the likeliest token every time; 0.7 draws among them."
+            raise RecipeError("must not be negative", where=f"--temperature {temperature}", remedy=remedy)
         directory, self._recipe = find_model(run), run_recipe(run)
         target = pick_device(device)
         torch.manual_seed(seed)

@@ -19,6 +19,8 @@ def pick_device(choice: str) -> torch.device:
     """The device a run uses: the GPU if there is one, unless the recipe says otherwise."""
     import torch
 
+    if choice not in ("auto", "cpu", "cuda"):
+        raise RecipeError("is no device", where=f"device = {choice!r}", remedy="Use auto, cpu or cuda.")
     if choice == "cuda" and not torch.cuda.is_available():
         remedy = "Use --device cpu. If there is a GPU, `penstock doctor` says why torch does not see it."
         raise RecipeError("torch sees no GPU", where="device = 'cuda'", remedy=remedy)

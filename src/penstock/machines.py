@@ -199,9 +199,9 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 def parse_bytes(text: str, flag: str) -> int:
-    """480GiB, 128GB, 1.5TiB, or plain bytes."""
+    """480GiB, 128GB, 1.5TiB, or plain bytes; under a MiB of those is a unit that was forgotten."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", text.lower())
-    if not match or float(match[1]) <= 0:
+    if not match or float(match[1]) * _UNITS[match[2] or ""] < 2**20:
         remedy = "Such as 480GiB or 128GB; a rate is 450GB/s."
         raise RecipeError("is not a size", where=f"{flag} {text!r}", remedy=remedy)
     return int(float(match[1]) * _UNITS[match[2] or ""])

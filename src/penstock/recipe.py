@@ -207,6 +207,7 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (r.micro_batch_size >= 0, "micro_batch_size", "must not be negative", "0 means all of a step."),
         (r.micro_batch_size <= r.batch_size, "micro_batch_size", f"is over batch_size {r.batch_size}", "Lower it."),
         (r.max_length >= 2, "max_length", "must be at least 2", "A token is predicted from the one before it."),
+        (r.data != "", "data", "names nothing", "Name a file, a directory, or a data set of the Hub."),
         (0 < r.data_percent <= 100, "data_percent", "must be over 0 and at most 100", "10 uses a tenth of them."),
         (0 <= r.validation <= 0.5, "validation", "must be between 0 and 0.5", "It is a share: 0.05 holds out 5 %."),
         (not (r.validation and r.eval_data), "validation", "does not go with eval_data", "Leave one of them out."),

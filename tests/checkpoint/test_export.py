@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from penstock.checkpoint.export import PROBE, _compare, export, logits_of
-from penstock.errors import CheckpointError, Diverged, OutputError
+from penstock.errors import CheckpointError, Diverged, OutputError, RecipeError
 
 DEMO = str(files("penstock.demo") / "model")
 
@@ -35,6 +35,12 @@ def test_what_is_written_loads_and_is_the_same(tmp_path, model, tokenizer):
 def test_nothing_is_written_over(tmp_path, model, tokenizer):
     with pytest.raises(OutputError, match="there is something already"):
         export(model, tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize("size", ["abc", "0", "1"])
+def test_a_shard_size_that_is_none_is_refused(tmp_path, model, tokenizer, size):
+    with pytest.raises(RecipeError, match=f"--shard-size '{size}': is not a size"):
+        export(model, tokenizer, tmp_path / "m", shard_size=size)
 
 
 def test_a_weight_that_differs_is_found_by_name(tmp_path, model, tokenizer):

@@ -66,7 +66,9 @@ def test_every_field_has_its_place(changes, path, value):
 
 
 def test_ranks_multiply_the_batch_that_deepspeed_checks():
-    assert deepspeed_json(THEIRS, World(1, 4, 1, 4))["train_batch_size"] == 16
+    """Their product must be exact; a rank runs its share of the batch at once."""
+    found = deepspeed_json(THEIRS, World(1, 2, 1, 2))
+    assert (found["train_batch_size"], found["train_micro_batch_size_per_gpu"]) == (4, 2)
 
 
 def own(tmp_path, values):

@@ -26,6 +26,7 @@ from penstock.checkpoint.resume import NEWEST, Saved, find_saved, verify_saved
 from penstock.checkpoint.run_dir import CHECKPOINTS, check_is_run, find_model, run_recipe
 from penstock.checkpoint.store import Checkpoint, find, open_checkpoint, read_tensors, verify
 from penstock.errors import CheckpointError, Diverged, DoesNotFit, OutputError
+from penstock.machines import parse_bytes
 from penstock.model.attention import stock_attention
 from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.offload.state import weight_tensors
@@ -51,12 +52,13 @@ def export(
     """Write model and tokenizer to `directory`, which must not exist yet."""
     if directory.exists():
         raise OutputError("there is something already", where=str(directory), remedy=OCCUPIED)
+    shard_bytes = parse_bytes(shard_size, "--shard-size")
     written = directory.with_name(f"{directory.name}.unchecked")
     shutil.rmtree(written, ignore_errors=True)  # of an export that was cut off
     with stock_attention(model):
         try:
             written.mkdir(parents=True)
-            model.save_pretrained(written, max_shard_size=shard_size)
+            model.save_pretrained(written, max_shard_size=shard_bytes)
             tokenizer.save_pretrained(written)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(written, ignore_errors=True)
