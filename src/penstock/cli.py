@@ -319,8 +319,8 @@ def _prepare_torch() -> None:
     """What torch reads when it is imported and when it first uses a GPU, unless the user has said something else."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    # Threads that wait spin for a moment only. On two cores that others use too, 30 steps of the demo take 18 s instead
-    # of 59; where nobody else is, 9 s as before.
+    # Or threads that wait would spin on cores that others could use: 59 s instead of 18 for 30 steps of the demo on two
+    # shared cores, and nothing gained on idle ones (benchmarks/results/2026-11-15-cpu/waiting.txt).
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

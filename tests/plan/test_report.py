@@ -131,6 +131,7 @@ def test_the_matrix_marks_what_fits_without_clipping_only():
     assert row.count("*") == 1
     assert "int8" in row.split("*")[0]
     assert "*: not clipped (--max-grad-norm 0); clipped it does not fit" in lines
+    assert "seed-oss-36b: 1 is enough with int8 state, not clipped (the reference uses 2 GH200)" in lines
     assert not any("*" in line for line in matrix_lines(H200, [c for c in cells if c.preset == "llama-8b"]))
 
 

@@ -371,8 +371,9 @@ def _fewer(cells: Sequence[Cell]) -> list[str]:
         if not fitting:
             found.append(f"{name}: does not fit (the reference uses {needed} GH200)")
         elif min(fitting) < needed:
-            states = fitting[min(fitting)].settings.states
-            found.append(f"{name}: {min(fitting)} is enough with {states} state (the reference uses {needed} GH200)")
+            plan = fitting[min(fitting)]
+            how = f"{plan.settings.states} state" + ("" if plan.job.clip else ", not clipped")
+            found.append(f"{name}: {min(fitting)} is enough with {how} (the reference uses {needed} GH200)")
     return found
 
 
