@@ -198,7 +198,8 @@ def test_the_order_of_its_lanes(monkeypatch):
 
     monkeypatch.setattr(Lane, "mark", lambda lane: Named(f"{lane.name} {len(log)}"))
     monkeypatch.setattr(Lane, "wait", lambda lane, mark: log.append(f"{lane.name} waits for {mark.name}"))
-    monkeypatch.setattr(Lane, "uses", lambda lane, _: log.append(f"{lane.name} uses"))
+    used = {8: "gradient", NUM_COEFFICIENTS: "scalars", 8 * 8: "slot"}  # by elements
+    monkeypatch.setattr(Lane, "uses", lambda lane, tensor: log.append(f"{lane.name} uses {used[tensor.numel()]}"))
     monkeypatch.setattr("penstock.offload.homes.main_mark", lambda _: Named("free"))
     chunk = Chunk(0, 0, 8, torch.float32, FORMATS["fp32"])
     home = StreamHome([chunk], CPU, Tape(CPU), cores=[0])
@@ -212,10 +213,10 @@ def test_the_order_of_its_lanes(monkeypatch):
     home.bring(1e9)
     home._order.submit(lambda: None).result()
     home.close()
-    assert log[:9] == [
-        "in waits for free", "in uses",
-        "update waits for in 1", "update waits for norm", "update uses", "out waits for update 5",
-        "update uses", "out uses",
+    assert log[:10] == [
+        "in waits for free", "in uses slot",
+        "update waits for in 1", "update waits for norm", "update uses gradient", "update uses scalars",
+        "out waits for update 6", "update uses slot", "out uses slot",
         "in waits for free",
     ]  # fmt: skip
-    assert log[9] == "host waits for out 6", "state that has not come home does not set out"
+    assert log[10] == "host waits for out 7", "state that has not come home does not set out"

@@ -117,6 +117,7 @@ class ResidentHome:
     def __init__(self, chunks: Sequence[Chunk], device: torch.device, tape: Tape) -> None:
         self._lane = Lane("update", device, tape, urgent=True)
         self._state = {c: torch.zeros(c.state_bytes, dtype=torch.uint8, device=device) for c in chunks}
+        self._views = {c: c.view(state) for c, state in self._state.items()}
 
     def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
         """It is where it is needed."""
@@ -124,7 +125,7 @@ class ResidentHome:
     def update(self, update: Update) -> Future[Mark]:
         """Update in place."""
         future: Future[Mark] = Future()
-        future.set_result(_update_on_device(self._lane, update, self._state[update.chunk]))
+        future.set_result(_update_on_device(self._lane, update, self._views[update.chunk]))
         return future
 
     def state(self, chunk: Chunk) -> Tensor:
@@ -136,6 +137,7 @@ class ResidentHome:
 
     def close(self) -> None:
         """Free the device memory."""
+        self._views.clear()
         self._state.clear()
 
 
@@ -147,13 +149,14 @@ def _one_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, name, initializer=torch.cuda.set_device, initargs=(number,))
 
 
-def _update_on_device(lane: Lane, update: Update, state: Tensor) -> Mark:
+def _update_on_device(lane: Lane, update: Update, state: StateView) -> Mark:
     """Enqueue the kernel on `lane`; `state` is on the device."""
     assert update.gradient is not None, "only host chunks send their gradients away"
     lane.wait(update.ready)  # backward is still writing gradients and reading weights
     with lane.work():
-        adamw_(update.weight, update.gradient, update.chunk.view(state), update.coefficients.device)
+        adamw_(update.weight, update.gradient, state, update.coefficients.device)
     lane.uses(update.gradient)  # or its memory could go to the next layer's backward while the lane still reads it
+    lane.uses(update.coefficients.device)
     return lane.mark()
 
 
@@ -264,7 +267,7 @@ class StreamHome:
             self._free[turn].wait_on_host()  # or the chunk would land on one that has not left yet
             arrived = self._copy_in(update.chunk, slot)
         self._lane.wait(arrived)  # or the kernel would read what was in the slot before
-        updated = _update_on_device(self._lane, update, slot)
+        updated = _update_on_device(self._lane, update, update.chunk.view(slot))
         self._out.wait(updated)  # or old state would travel home
         with self._out.work():
             self._state[update.chunk].copy_(slot, non_blocking=True)

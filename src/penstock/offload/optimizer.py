@@ -177,7 +177,6 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._sent: set[int] = set()  # parameters whose gradients have all gone down
         self._seen: set[int] = set()  # parameters whose gradients of this step were final
         self._coefficients: Tensor | None = None
-        self._keep: list[Tensor] = []  # coefficients that lanes still read
         self.report: StepReport | None = None
         self._hooks = [
             model.register_state_dict_pre_hook(lambda *_: self.synchronize()),
@@ -198,7 +197,6 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _begin(self) -> None:
         self._open = True
-        self._keep.clear()  # every unit's forward has waited for its update, so no lane reads these any more
         self._norm.clear()
         if self.schedule == "in-backward":  # the learning rate must be set by now; after-norm reads it in `step`
             self._coefficients = self._scalars.coefficients(self.param_groups)
@@ -333,7 +331,6 @@ class OffloadAdamW(torch.optim.Optimizer):
     def _on_host(self, coefficients: Tensor) -> list[Coefficients]:
         """A row a group, on the device and, for the C kernel, on the host."""
         host = ToHost.of(coefficients)
-        self._keep.append(coefficients)
         return [Coefficients(row, host, group) for group, row in enumerate(coefficients)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
