@@ -97,7 +97,7 @@ def test_figures_of_the_benchmarks_page_are_those_of_the_results():
         (ROOT / "benchmarks" / "results" / "2026-11-15-h200" / "table.txt").read_text(encoding="utf-8").splitlines()
     )
     rows = [line for line in page.splitlines() if re.search(r"\| \d\.\d{3} \| \d\.\d{3} \|", line)]
-    assert len(rows) == 19
+    assert len(rows) == 27
     for row in rows:
         step, over, tokens = re.search(r"\| (\d\.\d{3}) \| (\d\.\d{3}) \| ([\d,]+) \|", row).groups()
         assert any(f" {step}   {over} " in line and f" {tokens} " in line for line in results), row
