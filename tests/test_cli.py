@@ -268,3 +268,19 @@ def test_a_rank_leaves_without_taking_its_interpreter_down(joined):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (3, "done" if joined else "donetaken down\n")
+
+
+def test_our_warnings_are_shown_and_those_of_libraries_are_not():
+    code = (
+        "import warnings, penstock.cli as cli\n"
+        "cli._quiet_libraries(False)\n"
+        "warnings.warn_explicit('ours', UserWarning, 'homes.py', 1, module='penstock.offload.homes')\n"
+        "warnings.warn_explicit('theirs', UserWarning, 'x.py', 1, module='torch.x')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr == "  WARNING: ours\n"
+
+
+def test_help_shows_where_a_recipe_goes(capsys):
+    assert main(["train", "--help"]) == 0
+    assert "usage: penstock train [RECIPE]" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from penstock.recipe import FIELDS, Recipe, parse_homes, to_dict, with_values
         ("data_percent", 0.0), ("data_percent", 101.0), ("validation", 0.6), ("eval_every", -1), ("eval_every", 5),
         ("log_every", 0), ("skip_limit", 0), ("seed", -1), ("recompute", "8"), ("shape", "hidden_size=8"),
         ("name", " "), ("name", "a/b"), ("homes", "disk"), ("homes", "gpu=0.5,disk=0.5"), ("homes", "gpu=half"),
-        ("homes", "gpu=2"), ("homes", "gpu=0.2,gpu=0.8"), ("update", "in-backward"),
+        ("homes", "gpu=2"), ("homes", "gpu=0.5,host=0.25"), ("homes", "gpu=0.2,gpu=0.8"), ("update", "in-backward"),
         ("cpu_adam_cores", 0.0), ("cpu_adam_cores", 1.5),
     ],
 )  # fmt: skip
@@ -35,7 +35,9 @@ def test_zerooffload_leaves_no_choice_of_homes_and_update():
 
 
 def test_homes_are_read_as_shares():
-    assert parse_homes("gpu=0.5, host=0.25") == {"gpu": 0.5, "host": 0.25}
+    assert parse_homes("gpu=0.75, host=0.25") == {"gpu": 0.75, "host": 0.25}
+    assert parse_homes("gpu=0.33,stream=0.33,host=0.33") is None
+    assert parse_homes("gpu=0.333,stream=0.333,host=0.333") is not None, "people round"
     assert parse_homes("stream") == "stream"
 
 

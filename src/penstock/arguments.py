@@ -10,13 +10,14 @@ import dataclasses
 from typing import Annotated, Any, TypeVar
 
 import tyro
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
 from penstock.errors import RecipeError, did_you_mean
 from penstock.recipe import Recipe
 from penstock.recipe_file import all_of_own_data, find_recipe
 
 Flag = Annotated[bool, FlagCreatePairsOff]
+RunName = Annotated[Positional[str], arg(metavar="RUN")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,7 @@ class DoctorArgs:
 class ExportArgs:
     """Write the model of a run as a Hugging Face directory, and check that it loads and answers the same."""
 
-    run: Positional[str]
+    run: RunName
     """Directory of the run. If the run did not end, the model is that of its newest checkpoint."""
     to: str = ""
     """Directory to write."""
@@ -148,9 +149,9 @@ class ExportArgs:
 class GenerateArgs:
     """Ask the model of a run."""
 
-    run: Positional[str]
+    run: RunName
     """Directory of the run."""
-    prompt: Positional[str] = ""
+    prompt: Annotated[Positional[str], arg(metavar="[PROMPT]")] = ""
     """What to ask. Without it, one line after another is asked, from a terminal or a pipe, in one conversation."""
     max_new_tokens: int = 256
     """Longest answer."""
@@ -170,7 +171,7 @@ class GenerateArgs:
 class ReportArgs:
     """Write one HTML page about a run, or about several to compare them. It opens from disk and needs no network."""
 
-    runs: Positional[tuple[str, ...]]
+    runs: Annotated[Positional[tuple[str, ...]], arg(metavar="RUN [RUN ...]")]
     """Directories of runs."""
     to: str = ""
     """File to write. Empty: report.html in the run's directory, or in this one for several runs."""
@@ -190,7 +191,9 @@ def parse_with_recipe(kind: type[Args], command: str, words: list[str], **change
     named = bool(words) and not words[0].startswith("-")
     found, chosen = find_recipe(words[0] if named else "demo")
     base = dataclasses.replace(found, **changes)
-    args = tyro.cli(kind, default=kind(recipe=base), args=words[1:] if named else words, prog=f"penstock {command}")
+    shown = " [RECIPE]" if {"-h", "--help"} & set(words) else ""  # which tyro does not know of
+    words, prog = words[1:] if named else words, f"penstock {command}{shown}"
+    args = tyro.cli(kind, default=kind(recipe=base), args=words, prog=prog)
     if chosen or any(word.split("=")[0] in ("--data-percent", "--data_percent") for word in words):
         return args
     return dataclasses.replace(args, recipe=all_of_own_data(args.recipe, base))

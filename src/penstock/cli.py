@@ -326,7 +326,7 @@ def _prepare_torch() -> None:
 
 
 def _quiet_libraries(debug: bool) -> None:
-    """Their bars and warnings would break our lines; with --debug they are wanted."""
+    """Their bars and warnings would break our lines; with --debug they are wanted. Our own are shown as one line."""
     if debug:
         return
     import warnings
@@ -341,6 +341,8 @@ def _quiet_libraries(debug: bool) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.simplefilter("ignore")
+    warnings.filterwarnings("default", module=r"penstock\.")
+    warnings.formatwarning = lambda message, *_, **__: f"  WARNING: {message}\n"
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

@@ -17,7 +17,7 @@ import torch
 
 from penstock.checkpoint.run_dir import CHECKPOINTS
 from penstock.checkpoint.store import find
-from penstock.errors import DoesNotFit, Interrupted, OutputError
+from penstock.errors import DISK_IS_FULL, DoesNotFit, Interrupted, OutputError
 from penstock.recipe import Recipe
 from penstock.signals import handling
 
@@ -76,7 +76,7 @@ def disk_advice(run_dir: Path) -> Iterator[None]:
         whole = find(run_dir / CHECKPOINTS)
         left = f"{whole[0]} is whole: --resume goes on from it." if whole else "No checkpoint was saved before."
         what = f"the run can no longer be written ({error.strerror})"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in DISK_IS_FULL:
             raise DoesNotFit(what, where=str(run_dir), remedy=f"Free space on the disk. {left}") from error
         if error.errno in (errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE):
             remedy = f"See that the disk is there and can be written. {left}"

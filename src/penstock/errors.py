@@ -7,9 +7,13 @@ without a traceback. Anything that is not one of these is a bug of ours and exit
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import sys
 from collections.abc import Iterable, Mapping
+
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says then; any other fault of a disk is not for want of space."""
 
 
 def tell(message: str, exit_code: int, words: Iterable[str], found: Mapping[str, object] | None = None) -> None:

@@ -231,8 +231,8 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (r.mode != "zerooffload" or r.update != "in-backward", "update", "zerooffload updates after backward",
          "Leave one of them out."),
         *_deepspeed_rules(r),
-        (parse_homes(r.homes) is not None, "homes", "must be auto, gpu, stream, host, or shares of them",
-         "For example gpu=0.5,stream=0.3,host=0.2."),
+        (parse_homes(r.homes) is not None, "homes",
+         "must be auto, gpu, stream, host, or shares of them that add up to 1", "Such as gpu=0.5,stream=0.3,host=0.2."),
         (set(r.track_list) <= set(TRACKERS), "track", f"must be among {', '.join(TRACKERS)}", "Several with commas."),
         (bool(r.project.strip()), "project", "must not be empty", "Leave it out for penstock."),
     ]  # fmt: skip
@@ -275,7 +275,8 @@ def parse_homes(text: str) -> str | dict[str, float] | None:
         except ValueError:
             return None
     known = set(shares) <= set(HOMES) and len(shares) == text.count(",") + 1
-    return shares if known and all(0 < share <= 1 for share in shares.values()) else None
+    whole = all(share > 0 for share in shares.values()) and math.isclose(sum(shares.values()), 1, abs_tol=0.005)
+    return shares if known and whole else None
 
 
 Dial = Literal["none", "selected", "full"]

@@ -169,6 +169,7 @@ def test_a_run_that_ended_is_only_exported_again(server, run, ended_run):
 CHANGED = [
     (["--lr", "1e-3"], ["lr was 0.002, is 0.001"], True),
     (["--max-steps", "6"], ["max_steps was 4, is 6", "number of steps was 4, is 6"], True),
+    (["--max-steps", "3"], ["max_steps was 4, is 3", "number of steps was 4, is 3"], False),
     (["--seed", "1"], ["seed was 42, is 1", "content of the data"], True),
     (["--batch-size", "3"], ["batch_size was 2, is 3"], True),
     (["--data-percent", "2"], ["data_percent was 20.0, is 2.0", "content of the data"], True),

@@ -1,5 +1,8 @@
+import errno
 import json
+import os
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from penstock.checkpoint.export import PROBE, _compare, export, logits_of
-from penstock.errors import CheckpointError, Diverged, OutputError, RecipeError
+from penstock.errors import CheckpointError, Diverged, DoesNotFit, OutputError, RecipeError
 
 DEMO = str(files("penstock.demo") / "model")
 
@@ -35,6 +38,17 @@ def test_what_is_written_loads_and_is_the_same(tmp_path, model, tokenizer):
 def test_nothing_is_written_over(tmp_path, model, tokenizer):
     with pytest.raises(OutputError, match="there is something already"):
         export(model, tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize(("reason", "kind"), [(errno.EROFS, OutputError), (errno.ENOSPC, DoesNotFit)])
+def test_a_place_that_cannot_be_written_is_not_called_full(tmp_path, model, tokenizer, monkeypatch, reason, kind):
+    def refuse(*_, **__):
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(kind, match="cannot be written") as caught:
+        export(model, tokenizer, tmp_path / "out")
+    assert ("Free space" in caught.value.remedy) == (kind is DoesNotFit)
 
 
 @pytest.mark.parametrize("size", ["abc", "0", "1"])

@@ -50,9 +50,12 @@ def test_the_recipe_comes_back(tmp_path):
 def test_a_run_without_a_model_is_said(tmp_path):
     with pytest.raises(CheckpointError, match="not the directory of a run"):
         find_model(tmp_path)
-    make_run_dir(Recipe(output_dir=str(tmp_path / "run")))
+    run = make_run_dir(Recipe(output_dir=str(tmp_path / "run")))
+    with pytest.raises(CheckpointError, match=r"(?s)no exported model.*no checkpoint either"):
+        find_model(run)
+    save(run / "checkpoints", 1, {"state": [whole("x", torch.ones(3))]}, {}, lambda _: None)
     with pytest.raises(CheckpointError, match=r"(?s)no exported model.*--resume"):
-        find_model(tmp_path / "run")
+        find_model(run)
 
 
 def test_overwriting_removes_checkpoints_and_going_on_keeps_them(tmp_path):

@@ -157,7 +157,9 @@ def test_a_fault_in_a_large_array_is_found_without_reading_on(write, monkeypatch
 
 
 def test_an_array_in_a_jsonl_file_names_the_extension(write):
-    assert ".json" in error(write('[\n{"text": "a"}\n]')).remedy
+    for text in ('[\n{"text": "a"}\n]', '[{"text": "a"}]'):
+        assert "the extension .json" in error(write(text)).remedy
+    assert "the extension" not in error(write('[[{"text": "a"}]]', "my.json")).remedy
 
 
 @pytest.mark.parametrize("name", ["my.jsonl", "my.json", "array.json", "my.csv"])
@@ -220,6 +222,8 @@ def test_damaged_parquet(write):
         ('a,b\n"x\ny",2\n3\n', 4, "1 cells, but"),
         ('a,b\n1,"2\n3,4\n', 2, "malformed CSV"),
         ("a,a\n1,2\n", 1, "the column 'a' occurs twice"),
+        ("a;b\n1;2\n", 1, "the header is one column, with semicolons in it"),
+        ("a\tb\n1\t2\n", 1, "the header is one column, with tabs in it"),
     ],
 )
 def test_bad_csv(write, content, line, says):

@@ -150,3 +150,8 @@ def test_hub_set_without_rows(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: empty)
     with pytest.raises(DataError, match="no rows"):
         list(open_source("owner/name", "train", quiet).read())
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "my.jsonl")
+    assert "is not a file on a disk" in error(tmp_path / "my.jsonl").what

@@ -39,6 +39,10 @@ def test_unknown_columns_are_named():
     assert caught.value.where == "my.jsonl:7"
     assert "question, answer" in caught.value.what
     assert "alpaca (instruction, output)" in caught.value.remedy
+    assert "this array alone" not in caught.value.remedy
+    with pytest.raises(DataError) as caught:
+        detect_format(row(version=1, rows=[{"instruction": "q", "output": "a"}]))
+    assert "If the rows are those in 'rows', write this array alone to the file" in caught.value.remedy
 
 
 def test_alpaca():

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.data.loader import prepare
+from penstock.errors import DataError
 from penstock.model.load import load_config, load_tokenizer
 from penstock.plan.outlook import SAMPLE, run_length
 from penstock.presets import PRESETS
@@ -38,6 +39,13 @@ def test_a_large_file_is_sampled(tmp_path):
     halved = run_length(replace(recipe, data_percent=50.0))
     assert halved is not None
     assert halved.tokens == pytest.approx(found.tokens / 2, rel=0.01)
+
+
+def test_data_that_is_here_and_broken_is_not_taken_for_missing(tmp_path):
+    (tmp_path / "my.jsonl").write_text('{"text": "a"}\n{"text"\n')
+    with pytest.raises(DataError, match=r"my\.jsonl:2: malformed JSON"):
+        run_length(replace(DEMO, data=str(tmp_path / "my.jsonl")))
+    assert run_length(replace(DEMO, data=str(tmp_path / "other.jsonl"))) is None
 
 
 def test_what_is_not_known_is_none_unless_the_steps_are_given():

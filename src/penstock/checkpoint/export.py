@@ -25,7 +25,7 @@ from transformers import (
 from penstock.checkpoint.resume import NEWEST, Saved, find_saved, verify_saved
 from penstock.checkpoint.run_dir import CHECKPOINTS, check_is_run, find_model, run_recipe
 from penstock.checkpoint.store import Checkpoint, find, open_checkpoint, read_tensors, verify
-from penstock.errors import CheckpointError, Diverged, DoesNotFit, OutputError
+from penstock.errors import DISK_IS_FULL, CheckpointError, Diverged, DoesNotFit, OutputError
 from penstock.machines import parse_bytes
 from penstock.model.attention import stock_attention
 from penstock.model.load import load_config, load_model, load_tokenizer
@@ -50,14 +50,11 @@ def export(
     trust_remote_code: bool = False,
 ) -> None:
     """Write model and tokenizer to `directory`, which must not exist yet."""
-    if directory.exists():
-        raise OutputError("there is something already", where=str(directory), remedy=OCCUPIED)
     shard_bytes = parse_bytes(shard_size, "--shard-size")
     written = directory.with_name(f"{directory.name}.unchecked")
-    shutil.rmtree(written, ignore_errors=True)  # of an export that was cut off
+    make_place(directory, written)
     with stock_attention(model):
         try:
-            written.mkdir(parents=True)
             model.save_pretrained(written, max_shard_size=shard_bytes)
             tokenizer.save_pretrained(written)
         except (OSError, SafetensorError) as error:
@@ -65,6 +62,20 @@ def export(
             raise DoesNotFit(f"cannot write the model: {error}", where=str(directory), remedy=NO_ROOM) from error
         _compare(model, tokenizer, written, trust_remote_code)  # if it fails, what was trained is still in `written`
     written.rename(directory)
+
+
+def make_place(directory: Path, written: Path) -> None:
+    """Make `written`, beside `directory`, which must not exist yet."""
+    if directory.exists():
+        raise OutputError("there is something already", where=str(directory), remedy=OCCUPIED)
+    shutil.rmtree(written, ignore_errors=True)  # of an export that was cut off
+    try:
+        written.mkdir(parents=True)
+    except OSError as error:
+        what, remedy = f"cannot be written ({error.strerror})", "Write it elsewhere: `penstock export RUN --to DIR`."
+        if error.errno in DISK_IS_FULL:
+            raise DoesNotFit(what, where=str(directory), remedy=NO_ROOM) from error
+        raise OutputError(what, where=str(directory), remedy=remedy) from error
 
 
 def export_run(run: Path, directory: Path, *, shard_size: str, say: Callable[[str], None]) -> None:

@@ -21,11 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from penstock.checkpoint.export import NO_ROOM, OCCUPIED, UNCHECKED, compare_logits, end_tokens_of
+from penstock.checkpoint.export import NO_ROOM, UNCHECKED, compare_logits, end_tokens_of, make_place
 from penstock.checkpoint.tensors import receive_blocks, send_tensors
 from penstock.engine.ranks import World
 from penstock.engine.sharded import load_for_ranks
-from penstock.errors import CheckpointError, DoesNotFit, OutputError
+from penstock.errors import CheckpointError, DoesNotFit
 from penstock.model.attention import stock_attention
 from penstock.model.load import Say
 from penstock.offload.shards import local
@@ -65,11 +65,8 @@ def _write(
     written: Path,
     parameters: list[SavedTensor],
 ) -> None:
-    if directory.exists():
-        raise OutputError("there is something already", where=str(directory), remedy=OCCUPIED)
-    shutil.rmtree(written, ignore_errors=True)  # of an export that was cut off
+    make_place(directory, written)
     try:
-        written.mkdir(parents=True)
         config = model.config
         # FSDP2 makes the model's class one of its own, in front of what it was.
         config.architectures = [next(k for k in type(model).__mro__[1:] if k is not FSDPModule).__name__]

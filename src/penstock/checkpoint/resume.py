@@ -45,6 +45,7 @@ from penstock.errors import CheckpointError
 from penstock.offload.kernels import join
 from penstock.offload.shards import local, local_start
 from penstock.recipe import FIELDS, Recipe, to_dict
+from penstock.words import counted
 
 NEWEST = "newest"
 """What `--resume` without a path asks for."""
@@ -246,6 +247,9 @@ def check_same_run(saved: Saved, recipe: Recipe, total_steps: int, data: str, *,
     pairs = [(name, saved.recipe.get(name, default[name]), now[name]) for name in compared]
     pairs += [("number of steps", saved.total_steps, total_steps), ("content of the data", saved.data[:12], data[:12])]
     _refuse(saved, [Difference(*pair) for pair in pairs if pair[1] != pair[2]], anyway=anyway)
+    if total_steps < saved.step:
+        what = f"has made {counted(saved.step, 'step')}, more than the {total_steps:,} that the run would have"
+        raise CheckpointError(what, where=str(saved.checkpoint.path), remedy="Raise --max-steps or --epochs.")
 
 
 def check_same_model(saved: Saved, model: str, *, anyway: bool) -> None:

@@ -103,6 +103,8 @@ def find_model(run: Path) -> Path:
     check_is_run(run)
     if not (run / "model" / "config.json").exists():
         remedy = f"Go on with `penstock train ... --resume`, or take a checkpoint: `penstock export {run} --to DIR`."
+        if not find(run / CHECKPOINTS):
+            remedy = "It left no checkpoint either: train it again, with --overwrite."
         raise CheckpointError("the run has no exported model: it did not end", where=str(run), remedy=remedy)
     return run / "model"
 

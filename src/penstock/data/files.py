@@ -125,6 +125,7 @@ def _no_constants(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
 
 
+_IS_ARRAY = "If the file is one array of objects, give it the extension .json."
 _MEND = "Mend or remove the line; if it is the last one, see that the file was written to its end."
 
 
@@ -134,6 +135,8 @@ def _row(value: object, source: str, name: str, line: int) -> Row:
     if not isinstance(value, dict):
         kind = {list: "an array", str: "text", type(None): "null", bool: "true or false"}.get(type(value), "a number")
         remedy = 'Each row is an object such as {"prompt": "...", "completion": "..."}.'
+        if isinstance(value, list) and not name.lower().endswith(".json"):
+            remedy = _IS_ARRAY
         raise DataError(f"the row is {kind}, not an object", where=where, remedy=remedy)
     if "\\ud" in source or "\\uD" in source:  # half of a surrogate pair parses, but no tokenizer takes it
         try:
@@ -163,7 +166,7 @@ def _read_jsonl(path: Path, remedy: str = _MEND) -> Iterator[Row]:
         except (ValueError, RecursionError) as error:
             column = error.colno if isinstance(error, json.JSONDecodeError) else None
             if text.lstrip().startswith("["):
-                remedy = "If the file is one array of objects, give it the extension .json."
+                remedy = _IS_ARRAY
             raise _bad_json(error, name, number, column, remedy) from None
         yield _row(value, text, name, number)
 
@@ -269,6 +272,10 @@ def _array(window: _Window) -> Iterator[Row]:
 # --- CSV --------------------------------------------------------------------------------------------------------------
 
 
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+"""Others than the comma, by which some programs separate cells."""
+
+
 def _read_csv(path: Path) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # the default refuses a cell over 128 KiB, which a long document passes
     name, lines = str(path), _lines(path)
@@ -280,6 +287,10 @@ def _read_csv(path: Path) -> Iterator[Row]:
             if header is None:
                 header = cells
                 _check_columns(header, f"{name}:{line}")
+                separator = next((word for mark, word in _SEPARATORS.items() if mark in cells[0]), "")
+                if len(cells) == 1 and separator:
+                    what = f"the header is one column, with {separator} in it"
+                    raise DataError(what, where=f"{name}:{line}", remedy="Separate cells by commas.")
             elif cells and len(cells) != len(header):
                 what = f"{len(cells)} cells, but the header has {len(header)} columns"
                 remedy = "A cell with a comma or a line break in it must stand in double quotes."

@@ -43,6 +43,9 @@ def open_source(name: str, split: str, say: Callable[[str], None]) -> Source:
     if path.is_dir():
         return _open_files(name, _files_in(path), say)
     if path.exists():
+        if not path.is_file():
+            what, remedy = "is not a file on a disk, and is read more than once", "Write its content to a file first."
+            raise DataError(what, where=name, remedy=remedy)
         return _open_files(name, [path], say)
     if _looks_like_hub(name):
         return _open_hub(name, split, say)

@@ -65,7 +65,11 @@ def detect_format(row: Row) -> Format:
             return form
     forms = "; ".join(f"{form} ({', '.join(columns)})" for form, columns in _COLUMNS.items())
     what = f"the form of the rows cannot be told from the columns {_columns(row)}"
-    raise DataError(what, where=row.where, remedy=f"Rename the columns to those of one of: {forms}.")
+    remedy = f"Rename the columns to those of one of: {forms}."
+    for column, value in row.fields.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            remedy = f"If the rows are those in {column!r}, write this array alone to the file. Else: {remedy}"
+    raise DataError(what, where=row.where, remedy=remedy)
 
 
 def turns_of(row: Row, form: Format) -> list[Turn] | Dropped:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.files import READERS, read_file
-from penstock.errors import DataError
 from penstock.recipe import Recipe
 
 CHARACTERS_A_TOKEN = 4.0
@@ -41,11 +40,8 @@ class RunLength:
 
 
 def run_length(recipe: Recipe) -> RunLength | None:
-    """Steps and tokens, or None if nothing is known of the data."""
-    try:
-        counted = _count(_files(recipe.data), recipe.max_length)
-    except (DataError, OSError):
-        return _fixed(recipe)
+    """Steps and tokens, or None if the data is not here."""
+    counted = _count(_files(recipe.data), recipe.max_length)
     if counted is not None:
         examples, tokens = counted
         how = f"estimated from {recipe.data}: {examples:,} examples, 4 characters a token"

@@ -391,9 +391,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "schedule": plan.job.schedule,
         "homes": plan.placement.fractions(),
         "gpu_bytes": plan.peak_bytes("gpu"),
-        "gpu_room_bytes": plan.gpu_room,
+        "gpu_room_bytes": plan.gpu_room if plan.machine.has_gpu else 0.0,
         "host_bytes": plan.peak_bytes("host"),
-        "host_room_bytes": plan.host_room,
+        "host_room_bytes": plan.host_room if plan.machine.has_gpu else plan.gpu_room,  # its one memory
         "buffers": [asdict(b) for b in plan.buffers],
         "activation_bytes": plan.activation_bytes,
         "loading_bytes": plan.loading,
