@@ -12,6 +12,7 @@ LIMITS = {"GPU GB": 0.05, "host GB": 0.05, "step s": 0.15}
 def row_of(plan: dict, rows: list[dict]) -> dict | None:
     """The last row with the settings of the plan."""
     settings = {"model": plan["recipe"], "schedule": plan["schedule"], **plan["settings"]}
+    settings |= {"batch": plan["batch_size"], "seq": plan["max_length"]}
     same = [row for row in rows if row["system"] == "penstock" and settings.items() <= row.items()]
     return same[-1] if same else None
 

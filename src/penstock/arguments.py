@@ -57,7 +57,10 @@ class TrainArgs(RecipeArgs):
 
 @dataclasses.dataclass(frozen=True)
 class DataArgs(RecipeArgs):
-    """Show what the model will see: tokens and mask, packing, lengths, what was cut or dropped."""
+    """Show what the model will see: tokens and mask, packing, lengths, what was cut or dropped.
+
+    RECIPE is a preset or a YAML file; without one, `demo`.
+    """
 
     examples: int = 3
     """Examples shown token by token."""
@@ -65,7 +68,10 @@ class DataArgs(RecipeArgs):
 
 @dataclasses.dataclass(frozen=True)
 class BenchArgs(RecipeArgs):
-    """Measure a step with random weights: against forward and backward alone, the machine's ceilings, and peers."""
+    """Measure a step with random weights: against forward and backward alone, the machine's ceilings, and peers.
+
+    RECIPE is a preset or a YAML file; without one, `demo`.
+    """
 
     against: str = ""
     """Peers to run beside ours, each in its own process: deepspeed,torchao,flashoptim."""
@@ -91,7 +97,10 @@ class BenchArgs(RecipeArgs):
 
 @dataclasses.dataclass(frozen=True)
 class PlanArgs(RecipeArgs):
-    """Say in advance whether a run fits, how fast it will be, and what to change. Needs no GPU and no weights."""
+    """Say in advance whether a run fits, how fast it will be, and what to change. Needs no GPU and no weights.
+
+    RECIPE is a preset or a YAML file; without one, `demo`.
+    """
 
     gpu: str = ""
     """A machine by name, such as h200, gh200, rtx4090. Empty: this one."""

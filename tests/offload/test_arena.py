@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -37,3 +39,17 @@ def test_a_pinned_arena_copies_and_is_given_back():
         assert int(piece[-1]) == 255
         del piece
         arena.close()
+
+
+def test_workers_of_a_loader_get_no_copy_of_an_arena():
+    arena = Arena(2**21, pinned=False, cores=[0])
+    address = arena.cut(1).data_ptr()
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds = line.split(" ")[0].split("-")
+        if len(bounds) == 2:
+            found = int(bounds[0], 16) <= address < int(bounds[1], 16)
+        elif found and line.startswith("VmFlags:"):
+            assert " dc" in line, "not to be copied by fork"
+            break
+    arena.close()

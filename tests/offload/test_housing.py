@@ -45,7 +45,7 @@ def test_remainders_reach_every_home_and_are_forgotten_there(housing):
     housing.start_from({2: given})
     assert torch.equal(remainders(housing, 2), given)
     assert not remainders(housing, 0).any()
-    housing.forget_remainders()
+    housing.forget_remainders(range(len(housing.chunks)))
     assert not remainders(housing, 2).any()
 
 

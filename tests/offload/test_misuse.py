@@ -59,3 +59,30 @@ def test_weights_used_without_calling_their_module_are_refused():
     optimizer.zero_grad()
     with pytest.raises(RecipeError, match="weights of Linear are used without calling"):
         model(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("change", [lambda p: p.grad * 0, lambda p: None])
+def test_a_gradient_that_was_replaced_or_dropped_is_refused(change):
+    model = Net()
+    optimizer = OffloadAdamW(model)
+    loss_of(model, batches(1)[0]).backward()
+    model.norm.weight.grad = change(model.norm.weight)
+    with pytest.raises(RecipeError, match="replaced or dropped between backward and step"):
+        optimizer.step()
+
+
+def test_a_gradient_of_another_type_is_refused():
+    model = Net()
+    OffloadAdamW(model)
+    model.norm.weight.grad_dtype = torch.float32
+    with pytest.raises(RecipeError, match=r"a gradient is torch\.float32, its parameter torch\.bfloat16"):
+        loss_of(model, batches(1)[0]).backward()
+
+
+def test_a_parameter_that_was_frozen_and_is_not_any_more_is_refused():
+    model = Net()
+    optimizer = OffloadAdamW(model, params=[{"params": list(model.parameters())}])
+    model.frozen.requires_grad_(True)
+    (loss_of(model, batches(1)[0]) + model.frozen.sum()).backward()
+    with pytest.raises(RecipeError, match="was frozen has a gradient"):
+        optimizer.step()

@@ -133,7 +133,7 @@ class NativeEngine:
 
     def memory(self) -> list[Held]:
         """Weights, state by home, and the rest: of the GPU's peak, and of what this process holds."""
-        weights = sum(p.nbytes for p in self.model.parameters())
+        weights = sum(local(p).nbytes for p in self.model.parameters())
         return held_memory(self.packed.device, weights, self.optimizer.state_bytes())
 
     def start_tape(self) -> None:

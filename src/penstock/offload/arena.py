@@ -40,6 +40,8 @@ class Arena:
         mapped = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapped.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to fault and to register
+        if hasattr(mmap, "MADV_DONTFORK"):
+            mapped.madvise(mmap.MADV_DONTFORK)  # or the workers of a loader would each get a copy of what is pinned
         self._memory: Tensor | None = torch.frombuffer(mapped, dtype=torch.uint8)
         self._touch(cores)
         if pinned:

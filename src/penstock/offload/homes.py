@@ -136,7 +136,8 @@ class ResidentHome:
         """There is no second copy of it."""
 
     def close(self) -> None:
-        """Free the device memory."""
+        """Free the device memory, once nobody writes it any more."""
+        self._lane.mark().wait_on_host()
         self._views.clear()
         self._state.clear()
 
@@ -212,7 +213,7 @@ class StreamHome:
         if self._most_waiting:
             self._waiting.append(future)
             if len(self._waiting) > self._most_waiting:
-                self._waiting.popleft().result()
+                self._waiting.popleft().exception()  # waits; whoever waits for that chunk is told of an error
         return future
 
     def choose_early(self, num_bytes: float) -> None:
@@ -369,8 +370,8 @@ class HostHome:
         return self._sender.submit(self._send_up, update, self._order.submit(self._begin, update, arrived))
 
     @torch.no_grad()
-    def _begin(self, update: Update, arrived: Mark) -> tuple[float, Callable[[], None]]:
-        """Give the chunk to the cores. When that was, and what waits for them."""
+    def _begin(self, update: Update, arrived: Mark) -> tuple[float, Callable[[], None] | None]:
+        """Give the chunk to the cores. When that was, and what waits for them; nothing if the step is not taken."""
         copy, coefficients = self._copies[update.chunk], update.coefficients
         weight = update.weight if copy.weight is None else copy.weight
         gradient = update.gradient if copy.gradient is None else copy.gradient
@@ -381,8 +382,10 @@ class HostHome:
         return began, self._pool.begin(weight, gradient, update.chunk.view(copy.state), row)
 
     @torch.no_grad()
-    def _send_up(self, update: Update, given: Future[tuple[float, Callable[[], None]]]) -> Mark:
+    def _send_up(self, update: Update, given: Future[tuple[float, Callable[[], None] | None]]) -> Mark:
         began, wait = given.result()
+        if wait is None:
+            return Mark()
         wait()
         busy_since, self._idle_since = max(began, self._idle_since), time.perf_counter()
         self._tape.spent("cpu", busy_since, self._idle_since)
@@ -408,6 +411,8 @@ class HostHome:
         """Stop the threads, free the arena."""
         self._order.shutdown()
         self._sender.shutdown()
+        for lane in (self._down, self._up):
+            lane.mark().wait_on_host()  # or copies would go on in memory that is given back
         self._pool.close()
         self._copies.clear()
         self.arena.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -63,10 +63,10 @@ class Housing:
         return next((home for home, _ in self.homes if isinstance(home, StreamHome)), None)
 
     @torch.no_grad()
-    def start_from(self, remainders: Mapping[int, Tensor] | None = None) -> None:
-        """Every home learns the weights it starts from, and what was rounded off them, by parameter."""
-        for index, p in enumerate(self._parameters):
-            remainder = (remainders or {}).get(index)
+    def start_from(self, remainders: Mapping[int, Tensor] | None = None, indices: Iterable[int] | None = None) -> None:
+        """Homes learn the weights they start from, of all parameters or of these, and what was rounded off them."""
+        for index in range(len(self._parameters)) if indices is None else indices:
+            p, remainder = self._parameters[index], (remainders or {}).get(index)
             for chunk in self.chunks[index]:
                 home = self.home_of[chunk]
                 home.weight_was_set(chunk, chunk.of(local(p).view(-1)))
@@ -74,10 +74,10 @@ class Housing:
                     chunk.view(home.state(chunk)).remainder.copy_(chunk.of(remainder))
 
     @torch.no_grad()
-    def forget_remainders(self) -> None:
-        """The weights are the masters now."""
-        for index, p in enumerate(self._parameters):
-            if p.dtype is torch.bfloat16:
+    def forget_remainders(self, indices: Iterable[int]) -> None:
+        """The weights of these parameters are the masters now."""
+        for index in indices:
+            if self._parameters[index].dtype is torch.bfloat16:
                 for chunk, state in self.states(index):
                     chunk.view(state).remainder.zero_()
 
@@ -106,8 +106,8 @@ class Housing:
 
     def close(self) -> None:
         """Give back state, arenas and threads."""
-        for home, _ in self.homes:
-            home.close()
+        while self.homes:
+            self.homes.pop()[0].close()
 
 
 @torch.no_grad()

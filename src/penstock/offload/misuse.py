@@ -6,7 +6,7 @@ or forgets `accumulate()`, still lowers the loss, and nobody would look for the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.errors import RecipeError
 from penstock.offload.lanes import ToHost
 from penstock.offload.norm import Norm
+from penstock.offload.shards import local
 from penstock.offload.units import Unit
 
 
@@ -45,7 +46,8 @@ def refuse_misuse(unit: Unit, *, seen: bool) -> None:
             "a second backward before step()",
             where="OffloadAdamW",
             remedy="Put `with optimizer.accumulate():` around the backward of every micro-batch but the last, "
-            "or set micro_batches to their number.",
+            "or set micro_batches to their number. With one backward: a weight that two checkpointed modules share "
+            "needs checkpointing with use_reentrant=False.",
         )
     if unit.updates:
         raise RecipeError(
@@ -55,27 +57,56 @@ def refuse_misuse(unit: Unit, *, seen: bool) -> None:
         )
 
 
+def refuse_late_ones(frozen: Iterable[Tensor]) -> None:
+    """Parameters that were frozen when the optimizer was made, and have a gradient now."""
+    if any(p.grad is not None for p in frozen):
+        raise RecipeError(
+            "a parameter that was frozen has a gradient",
+            where="OffloadAdamW",
+            remedy="Make the optimizer after requires_grad_(True): state is placed once, for what is trained then.",
+        )
+
+
+def refuse_other_type(parameter: Tensor, gradient: Tensor) -> None:
+    """Kernels read both as one type."""
+    if gradient.dtype is not parameter.dtype:
+        raise RecipeError(
+            f"a gradient is {gradient.dtype}, its parameter {parameter.dtype}",
+            where="OffloadAdamW",
+            remedy="Leave the parameter's grad_dtype as it is.",
+        )
+
+
 class Changes:
     """Whether someone changed a gradient between backward and step, as a loop that clips does.
 
     Writing alone is no change: some loops scale by one to learn the norm. The device finds it out in `look`, and the
-    host reads it a step later.
+    host reads it a step later. Gradients that are no longer there, used or sent to the host, cannot be watched.
     """
 
     def __init__(self, norm: Norm) -> None:
         self._norm = norm
-        self._versions: dict[int, int] = {}  # of the final gradients, by parameter
+        self._given: dict[int, tuple[int, int]] = {}  # of the final gradients, where they lie and their versions
         self._changed: ToHost | None = None
 
     def watch(self, index: int, gradient: Tensor) -> None:
         """A gradient is final from here on."""
-        self._versions[index] = gradient._version
+        self._given[index] = local(gradient).data_ptr(), local(gradient)._version
 
-    def look(self, final: Mapping[int, Tensor]) -> None:
+    def look(self, final: Mapping[int, Tensor], parameters: Sequence[Tensor]) -> None:
         """Compare the gradients that were written to with what the norm has taken of them."""
-        written = [i for i, flat in final.items() if flat._version != self._versions[i]]
+        now = {i: parameters[i].grad for i in final}
+        there = {i: local(gradient) for i, gradient in now.items() if gradient is not None}
+        if len(there) < len(now) or any(g.data_ptr() != self._given[i][0] for i, g in there.items()):
+            raise RecipeError(
+                "a gradient was replaced or dropped between backward and step()",
+                where="OffloadAdamW",
+                remedy="Let the optimizer clip (its max_grad_norm); leave parameters out with requires_grad_(False), "
+                "and a whole step with the optimizer's own zero_grad().",
+            )
+        written = [i for i, gradient in there.items() if gradient._version != self._given[i][1]]
         if written:
-            changed = torch.stack([self._norm.differs(i, final[i]) for i in written]).any()
+            changed = torch.stack([self._norm.differs(i, there[i].reshape(-1)) for i in written]).any()
             self._changed = ToHost.of(changed)
 
     def refuse(self) -> None:
@@ -90,4 +121,4 @@ class Changes:
 
     def forget(self) -> None:
         """The step is over; what was found of it is still to be read."""
-        self._versions.clear()
+        self._given.clear()

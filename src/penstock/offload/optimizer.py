@@ -17,7 +17,7 @@ rejected: a rollback cannot restore the bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -35,11 +35,18 @@ from penstock.offload.homes import Coefficients, HostHome, Update
 from penstock.offload.housing import Housing, round_off
 from penstock.offload.kernels import GO
 from penstock.offload.lanes import Mark, Tape, ToHost, main_mark
-from penstock.offload.misuse import Changes, check_parameters, refuse_clipping, refuse_misuse
+from penstock.offload.misuse import (
+    Changes,
+    check_parameters,
+    refuse_clipping,
+    refuse_late_ones,
+    refuse_misuse,
+    refuse_other_type,
+)
 from penstock.offload.norm import Norm, Scalars, clip
-from penstock.offload.saved import check_format, read_state, write_state
+from penstock.offload.saved import check_saved, read_state, write_state
 from penstock.offload.shards import check_blocks, group_of, local
-from penstock.offload.units import Unit, attach, find_units
+from penstock.offload.units import Unit, attach, attach_to_files, find_units
 from penstock.plan.place import EARLY_SHARE
 
 Schedule = Literal["after-norm", "in-backward"]
@@ -117,6 +124,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         super().__init__(params if params is not None else trainable, defaults)
         self.max_grad_norm, self._overlap, self._micro_batches = max_grad_norm, overlap, micro_batches
         self._parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
         self._group_of = [i for i, g in enumerate(self.param_groups) for p in g["params"] if p.requires_grad]
         self._device = self._parameters[0].device
         check_parameters(self._parameters, self._device)
@@ -178,11 +186,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._seen: set[int] = set()  # parameters whose gradients of this step were final
         self._coefficients: Tensor | None = None
         self.report: StepReport | None = None
-        self._hooks = [
-            model.register_state_dict_pre_hook(lambda *_: self.synchronize()),
-            model.register_load_state_dict_post_hook(lambda *_: self._weights_were_set()),
-            *attach(self._units, self._parameters, self._device, self.tape, self._gradient_came),
-        ]
+        self._hooks = attach(self._units, self._parameters, self._device, self.tape, self._gradient_came)
+        self._hooks += attach_to_files(model, self._parameters, self.synchronize, self.weights_were_set)
 
     # ------------------------------------------------------------------ one step
 
@@ -214,10 +219,11 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._seen.add(index)
         gradient = self._parameters[index].grad
         assert gradient is not None
+        refuse_other_type(self._parameters[index], gradient)
         flat = local(gradient).contiguous().view(-1)
         self._norm.add(index, flat)
         self._final[index] = flat
-        self._changes.watch(index, flat)
+        self._changes.watch(index, gradient)
         if self.schedule == "in-backward":
             unit.waiting -= 1
             if unit.waiting == 0:
@@ -278,10 +284,11 @@ class OffloadAdamW(torch.optim.Optimizer):
             for index in unit.parameters:
                 if index not in self._seen and self._parameters[index].grad is not None:
                     self._gradient_final(index, unit)
+        refuse_late_ones(self._frozen)
         if not self._open:  # no gradient arrived: nothing to do, as in torch
             return loss
         self._changes.refuse()
-        self._changes.look(self._final)
+        self._changes.look(self._final, self._parameters)
         self._fresh = False
         if self.schedule == "after-norm":
             coefficients = self._scalars.coefficients(self.param_groups)
@@ -325,8 +332,8 @@ class OffloadAdamW(torch.optim.Optimizer):
                 part = None if flat is None else chunk.of(flat)
                 update = Update(chunk, chunk.of(weight), part, rows[self._group_of[index]], ready)
                 unit.updates.append(home_of[chunk].update(update))
-            if self.schedule == "in-backward":
-                self._parameters[index].grad = None
+            # Dropped in every home: in `host` it has gone, and which home a parameter has must not show.
+            self._parameters[index].grad = None
 
     def _on_host(self, coefficients: Tensor) -> list[Coefficients]:
         """A row a group, on the device and, for the C kernel, on the host."""
@@ -334,12 +341,13 @@ class OffloadAdamW(torch.optim.Optimizer):
         return [Coefficients(row, host, group) for group, row in enumerate(coefficients)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients. Zeroing them in place must first wait for the updates that still read them."""
-        if self._open or any(self._passes):  # a backward without step(): its gradients are not wanted
+        """Drop the gradients of a backward that no `step` follows; `step` itself drops those that it takes.
+
+        They are dropped with `set_to_none=False` too: updates may still read them, and some are not there any more.
+        """
+        if self._open or any(self._passes):
             self._forget_step()
-        if not set_to_none:
-            self.synchronize()
-        super().zero_grad(set_to_none)
+        super().zero_grad(set_to_none=True)
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of state by home."""
@@ -391,16 +399,21 @@ class OffloadAdamW(torch.optim.Optimizer):
         scalars = {"steps": self._scalars.steps.cpu(), "powers": self._scalars.powers.cpu()}
         return {"state": entries, "param_groups": groups, **scalars}
 
-    def _weights_were_set(self) -> None:
-        """Someone loaded weights into the model: they are the masters now, and what was rounded off before is void."""
+    @torch.no_grad()
+    def weights_were_set(self, indices: Sequence[int] | None = None) -> None:
+        """Call this after weights were written in place: they are the masters now, all of them or those of `indices`.
+
+        Loading weights into the model or into a part of it does so by itself. `synchronize` before you write.
+        """
         self.synchronize()
-        self._housing.forget_remainders()
-        self._housing.start_from()
+        chosen = range(len(self._parameters)) if indices is None else indices
+        self._housing.forget_remainders(chosen)
+        self._housing.start_from(indices=chosen)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take everything back, weights included: the working weight is the rounded master."""
-        check_format(state_dict["state"], self.states)
+        check_saved(state_dict["state"], self._parameters, self.states)
         self.synchronize()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)

@@ -17,10 +17,6 @@ PART = 1 << 15
 every format's block."""
 
 
-def _nothing() -> None:
-    """There is nothing to wait for."""
-
-
 class _Job(ctypes.Structure):
     _fields_ = (
         ("weight", ctypes.c_void_p),
@@ -51,17 +47,19 @@ class Pool:
         if self._address:
             self._close = weakref.finalize(self, self._library.pool_close, ctypes.c_void_p(self._address))  # type: ignore[union-attr]
 
-    def begin(self, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> Callable[[], None]:
-        """Have flat host tensors updated in place. What is returned waits until they are.
+    def begin(
+        self, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor
+    ) -> Callable[[], None] | None:
+        """Have flat host tensors updated in place. What is returned waits until they are; None: nothing changes.
 
         The next may be given before, if it is of other tensors: a thread that finds no more to do goes on with it. Only
         the third waits, for the first. The interpreter lock is free while the threads work.
         """
         if not coefficients[GO]:
-            return _nothing
+            return None
         if self._library is None or not self._address:
             adamw_reference_(weight, gradient, state, coefficients)
-            return _nothing
+            return lambda: None
         moments = (state.first, state.second, state.first_scale, state.second_scale)
         tensors = (weight, gradient, state.remainder, *moments, coefficients)
         assert all(t.is_contiguous() for t in tensors), "kernels take flat tensors"
@@ -77,7 +75,8 @@ class Pool:
 
     def adamw_(self, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> None:
         """Update and wait."""
-        self.begin(weight, gradient, state, coefficients)()
+        if wait := self.begin(weight, gradient, state, coefficients):
+            wait()
 
     def close(self) -> None:
         """Stop the threads."""

@@ -45,7 +45,6 @@ def read_state(parameter: Tensor, where: Sequence[tuple[Chunk, Tensor]]) -> dict
 def write_state(parameter: Tensor, where: Sequence[tuple[Chunk, Tensor]], entry: Mapping[str, Tensor]) -> None:
     """Take it back, and the working weight with it."""
     parameter = local(parameter)
-    assert entry["master"].shape == parameter.shape, "the state is of another model"
     for chunk, buffer in where:
         view = chunk.view(buffer)
         master = chunk.of(entry["master"].reshape(-1))
@@ -56,8 +55,15 @@ def write_state(parameter: Tensor, where: Sequence[tuple[Chunk, Tensor]], entry:
             tensor.copy_(part.of(entry[NAMES[part.name]].reshape(-1), chunk.start, chunk.size))
 
 
-def check_format(entries: Sequence[Mapping[str, Tensor]], states: StateFormat) -> None:
-    """Refuse state of another format, before anything is changed."""
+def check_saved(entries: Sequence[Mapping[str, Tensor]], parameters: Sequence[Tensor], states: StateFormat) -> None:
+    """Refuse state of other parameters or of another format, before anything is changed."""
+    shapes = [entry["master"].shape for entry in entries]
+    if entries and shapes != [local(p).shape for p in parameters]:
+        raise RecipeError(
+            "the saved state is of other parameters",
+            where="OffloadAdamW",
+            remedy="Load it for the model that it was saved of, with as many ranks and the same ones frozen.",
+        )
     for entry in entries:
         if "exp_avg" not in entry:  # this rank holds nothing of the parameter
             continue

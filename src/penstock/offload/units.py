@@ -30,12 +30,16 @@ class Unit:
     def wait(self, device: torch.device, tape: Tape) -> None:
         """The calling thread's stream goes on only after this unit's update."""
         updates, self.updates = self.updates, []  # at once: one that failed is told of once
+        failed: BaseException | None = None
         if updates:
             with tape.on_device("wait"):
                 for update in updates:
-                    mark = update.result()
-                    main_waits(device, mark)
-                    gather_waits(self.module, mark)
+                    failed = failed or update.exception()  # which waits too: the others still write weights
+                    if update.exception() is None:
+                        main_waits(device, update.result())
+                        gather_waits(self.module, update.result())
+        if failed is not None:
+            raise failed
 
 
 def find_units(model: nn.Module, parameters: Sequence[Tensor], units: Iterable[nn.Module] | None) -> list[Unit]:
@@ -81,10 +85,42 @@ def attach(
     """Hooks: a unit's forward waits for its update, and `came` is told of every gradient, by its parameter's number."""
     hooks: list[RemovableHandle] = []
     for unit in units:
-        wait = cast(Callable[..., None], lambda *_, unit=unit: unit.wait(device, tape))
+        wait = _only(unit.module, lambda unit=unit: unit.wait(device, tape))  # type: ignore[misc]
         # First of the module's hooks: FSDP2 gathers the weights in one of its own, and would gather the old ones.
         hooks.append(unit.module.register_forward_pre_hook(wait, prepend=True))
         for index in unit.parameters:
             hook = cast(Callable[[Tensor], None], lambda p, i=index, u=unit: came(i, u))
             hooks.append(parameters[index].register_post_accumulate_grad_hook(hook))
     return hooks
+
+
+def attach_to_files(
+    model: nn.Module,
+    parameters: Sequence[Tensor],
+    synchronize: Callable[[], None],
+    were_set: Callable[[Sequence[int]], None],
+) -> list[RemovableHandle]:
+    """Hooks: whoever saves or loads weights waits for all updates, and `were_set` is told which ones were loaded.
+
+    They are on every module that has weights of its own: a part of the model may be saved or loaded alone.
+    """
+    index_of = {id(p): i for i, p in enumerate(parameters)}
+    hooks: list[RemovableHandle] = []
+    for module in model.modules():
+        own = [index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of]
+        if own:
+            loaded = _only(module, lambda own=own: were_set(own))  # type: ignore[misc]
+            hooks.append(module.register_state_dict_pre_hook(_only(module, synchronize)))
+            hooks.append(module.register_load_state_dict_pre_hook(_only(module, synchronize)))
+            hooks.append(module.register_load_state_dict_post_hook(loaded))
+    return hooks
+
+
+def _only(module: nn.Module, act: Callable[[], None]) -> Callable[..., None]:
+    """A hook of `module` that does nothing for a copy of it: copies of a module have its hooks."""
+
+    def hook(called: nn.Module, *_: object) -> None:
+        if called is module:
+            act()
+
+    return hook

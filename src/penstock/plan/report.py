@@ -387,6 +387,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "gpus": plan.gpus,
         "machine": plan.machine.name,
         "measured": plan.machine.measured,
+        "batch_size": plan.job.batch_size,
+        "max_length": plan.job.length,
         "settings": asdict(plan.settings),
         "schedule": plan.job.schedule,
         "homes": plan.placement.fractions(),

@@ -1,0 +1,161 @@
+"""What others do with model and optimizer between steps: save and load weights, copy, write in place, close."""
+
+import copy
+import threading
+import time
+
+import pytest
+import torch
+from small_net import HOMES, Net, assert_same, batches, loss_of, run
+from torch import nn
+
+from penstock.errors import RecipeError
+from penstock.offload import homes as homes_module
+from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.pool import Pool
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Updates that are still to be made when `step` returns, in homes that have threads."""
+    update, begin = homes_module.StreamHome._update_now, Pool.begin
+
+    def slowly(function):
+        def wrapped(*args):
+            time.sleep(0.005)
+            return function(*args)
+
+        return wrapped
+
+    monkeypatch.setattr(homes_module.StreamHome, "_update_now", slowly(update))
+    monkeypatch.setattr(Pool, "begin", slowly(begin))
+
+
+def stepped(homes, device="cpu", **options):
+    """A model and its optimizer right after `step`, which nobody has waited for."""
+    model = Net().to(device)
+    optimizer = OffloadAdamW(model, lr=3e-3, homes=homes, chunk_size=100, **options)
+    loss_of(model, batches(1, device)[0]).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def masters(optimizer):
+    return [entry["master"] for entry in optimizer.state_dict()["state"]]
+
+
+def weights(model):
+    return [p.detach().cpu().float() for p in model.parameters() if p.requires_grad]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_weights_loaded_right_after_a_step_are_not_written_over(homes, device, slow):
+    model, optimizer = stepped(homes, device)
+    fresh = Net(seed=5).to(device)
+    model.load_state_dict(fresh.state_dict())
+    optimizer.synchronize()
+    assert same(weights(model), weights(fresh))
+    assert same(masters(optimizer), weights(fresh))
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_a_part_is_saved_and_loaded_like_the_whole(homes, device, slow):
+    model, optimizer = stepped(homes, device)
+    part = {name: tensor.clone() for name, tensor in model.layers[1][0].state_dict().items()}
+    optimizer.synchronize()
+    assert same(part.values(), model.layers[1][0].state_dict().values()), "saved after its update"
+    before = masters(optimizer)
+    fresh = Net(seed=5).to(device)
+    model.layers[1].load_state_dict(fresh.layers[1].state_dict())
+    loaded = {id(p) for p in model.layers[1].parameters()}
+    for p, q, old, new in zip(
+        optimizer._parameters, [p for p in fresh.parameters() if p.requires_grad], before, masters(optimizer),
+        strict=True,
+    ):  # fmt: skip
+        assert torch.equal(new, q.detach().cpu().float() if id(p) in loaded else old)
+    loss_of(model, batches(1, device)[0]).backward()
+    optimizer.step()
+    optimizer.synchronize()
+    assert all(torch.equal(m.to(torch.bfloat16), w.to(torch.bfloat16))
+               for m, w in zip(masters(optimizer), weights(model), strict=True))  # fmt: skip
+
+
+def test_a_copy_of_the_model_is_nobodys_business():
+    model, optimizer, _ = run(homes={"gpu": 0.5, "host": 0.5}, chunk_size=100)
+    twin, before = copy.deepcopy(model), masters(optimizer)
+    twin.load_state_dict(Net(seed=5).state_dict())
+    assert same(masters(optimizer), before), "what the masters have beyond the weights is still there"
+    assert any(not torch.equal(m, w) for m, w in zip(before, weights(model), strict=True))
+    optimizer.close()
+    twin.load_state_dict(Net(seed=6).state_dict())
+    twin(batches(1)[0])
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_weights_written_in_place_are_kept_once_told(homes, device):
+    model, optimizer, _ = run(homes=homes, chunk_size=100, device=device)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.clamp_(-0.05, 0.05)
+    optimizer.weights_were_set()
+    wanted = weights(model)
+    assert same(masters(optimizer), wanted)
+    loss = loss_of(model, batches(1, device)[0]) * float("nan")  # a step that changes nothing
+    loss.backward()
+    optimizer.step()
+    optimizer.synchronize()
+    assert same(weights(model), wanted)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("homes", HOMES)
+def test_no_gradient_is_left_after_a_step(homes, set_to_none, device, slow):
+    """So that a loop that forgets to zero them, or zeroes them in place, sees no home in its bits."""
+    model = Net().to(device)
+    optimizer = OffloadAdamW(model, lr=3e-3, max_grad_norm=0.5, homes=homes, chunk_size=100)
+    for ids in batches(3, device):
+        loss_of(model, ids).backward()
+        optimizer.step()
+        assert all(p.grad is None for p in model.parameters())
+        model.zero_grad(set_to_none=set_to_none)
+    optimizer.synchronize()
+    assert_same((model, optimizer, None), run(steps=3, device=device))
+
+
+def test_one_update_that_fails_does_not_hide_the_others(monkeypatch, slow):
+    begin, calls = Pool.begin, iter(range(1000))
+    monkeypatch.setattr(Pool, "begin", lambda *args: 1 / 0 if next(calls) == 1 else begin(*args))
+    model, optimizer = stepped("host")
+    with pytest.raises(ZeroDivisionError):
+        optimizer.synchronize()
+    optimizer.synchronize()
+    before = weights(model)
+    time.sleep(0.3)
+    assert same(weights(model), before), "all were waited for"
+    optimizer.close()
+
+
+@pytest.mark.parametrize("homes", HOMES)
+def test_closing_twice_is_fine_and_leaves_no_thread(homes):
+    others = set(threading.enumerate())
+    model, optimizer = stepped(homes)
+    optimizer.close()
+    after = weights(model)
+    optimizer.close()
+    assert same(weights(model), after)
+    assert set(threading.enumerate()) <= others
+
+
+def test_a_state_of_other_parameters_is_refused_before_anything_is_taken():
+    _, optimizer, _ = run()
+    saved = optimizer.state_dict()
+    groups = copy.deepcopy(saved["param_groups"])
+    groups[0]["lr"] = 9.0
+    other = OffloadAdamW(nn.Linear(3, 3))
+    with pytest.raises(RecipeError, match="of other parameters"):
+        other.load_state_dict({**saved, "param_groups": groups})
+    assert other.param_groups[0]["lr"] == 1e-5
