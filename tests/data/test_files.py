@@ -80,6 +80,11 @@ def test_csv(write):
     ]
 
 
+def test_blank_lines_of_a_csv_are_fine(write):
+    path = write("\na,b\n\n1,2\n", "my.csv")
+    assert [(row.fields, row.line) for row in read_file(path)] == [({"a": "1", "b": "2"}, 4)]
+
+
 def test_csv_cell_over_the_default_limit(write):
     long = "x" * 200_000
     assert read(write(f"text\n{long}\n", "my.csv"))[0].fields["text"] == long

@@ -4,6 +4,7 @@ import pytest
 
 from penstock.data.files import Row
 from penstock.data.template import Template, pad_id, prompt_text
+from penstock.data.turns import Dropped
 from penstock.errors import DataError, ModelError
 from penstock.recipe import Recipe
 
@@ -102,7 +103,7 @@ def test_a_template_that_asks_something_of_the_contents(make_tokenizer):
 
 def test_a_template_that_changes_the_response_is_refused(make_tokenizer):
     tokenizer = make_tokenizer("chatml")
-    tokenizer.chat_template = tokenizer.chat_template.replace("m.content", "m.content | upper")
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.content", "(m.content | replace('answer', 'ANSWER'))")
     with pytest.raises(DataError, match="beyond recognition") as caught:
         render(tokenizer, messages("q", "answer"))
     assert caught.value.where == "my.jsonl:7"
@@ -115,6 +116,85 @@ def test_the_templates_own_complaint_is_passed_on(make_tokenizer, row):
     assert caught.value.where == "my.jsonl:7"
     # This template has no prompt of its own for the response, so the model must write the header itself.
     assert trained(render(make_tokenizer("strict"), messages("q", "a"))) == ["[assistant]a</s>"]
+
+
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] "
+    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}{{ m.content }}[/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""Writes the system turn only where the last turn is the user's, so that no prompt is how a whole row begins."""
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set c = m.content %}{% if '</think>' in c %}"
+    "{% set t = c.split('</think>')[0].split('<think>')[-1] | trim %}{% set c = c.split('</think>')[-1] | trim %}"
+    "{% if loop.last %}{{ '<think>\n' + t + '\n</think>\n\n' }}{% endif %}{% endif %}{{ c }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+"""Always thinks: its prompt opens a thought, and those of earlier turns are left out."""
+
+
+def test_a_question_that_holds_the_answer_is_not_taken_for_it(make_tokenizer):
+    tokenizer = make_tokenizer(None, eos_token="</s>", bos_token="<s>")
+    tokenizer.chat_template = MISTRAL
+    for question in ("Is it yes or no?", "yes yes", "q"):
+        assert trained(render(tokenizer, messages(question, "yes"))) == [" yes</s>"]
+    tokenizer.chat_template = MISTRAL.replace("loop.last and ", "loop.last and messages[1].role == 'user' and ")
+    row = messages("Is it yes or no?", "yes", system="Be short.")
+    with pytest.raises(DataError, match=r"leaves out or changes turn 1 \(system\)") as caught:
+        render(tokenizer, row)
+    assert caught.value.where == "my.jsonl:7"
+
+
+def test_thoughts_that_hold_the_answer(make_tokenizer):
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = THINKING
+    row = messages("Yes or no: is 7 prime?", "<think>So Yes.</think>Yes", "Yes?", "<think>Yes, Yes.</think> Yes \n")
+    assert trained(render(tokenizer, row)) == ["Yes<|im_end|>", "Yes, Yes.\n</think>\n\nYes<|im_end|>"]
+    special = make_tokenizer("chatml")
+    special.chat_template = THINKING.replace("assistant\n<think>\n{% endif", "assistant\n{% endif")
+    special.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    last = trained(render(special, messages("Is 7 prime?", "<think>so Yes.</think>Yes")))
+    assert last == ["<think>\nso Yes.\n</think>\n\nYes<|im_end|>"]
+
+
+def test_thoughts_of_the_last_response_are_not_lost(make_tokenizer):
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.content", "m.content.split('</think>')[-1]")
+    with pytest.raises(DataError, match="leaves out the thoughts of the last response"):
+        render(tokenizer, messages("q", "<think>a long one</think>a"))
+    assert trained(render(tokenizer, messages("q", "<think>t</think>a", "q", "b"))) == ["a<|im_end|>", "b<|im_end|>"]
+
+
+def test_a_turn_that_is_closed_by_two_tokens_is_trained_to_the_one_that_stops(make_tokenizer):
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|done|>"]})
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "<|done|><|im_end|>")
+    assert trained(render(tokenizer, messages("q", "a"))) == ["a<|done|><|im_end|>"]
+
+
+def test_a_response_with_weight_zero_is_shown_and_not_trained(chatml):
+    row = messages("q1", "bad", "q2", "good")
+    row.fields["messages"][1]["weight"] = 0
+    example = render(chatml, row)
+    assert trained(example) == ["good<|im_end|>"]
+    assert "bad" in example.text
+    row.fields["messages"][3]["weight"] = 0
+    assert render(chatml, row) == Dropped("no response with a weight")
+    row.fields["messages"][3]["weight"] = 0.5
+    with pytest.raises(DataError, match=r"has the weight 0\.5"):
+        render(chatml, row)
+
+
+def test_a_template_that_writes_the_date_writes_the_same_one_every_day(chatml, make_tokenizer):
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + tokenizer.chat_template
+    assert render(tokenizer, messages("q", "a")).text.startswith("01 Jan 2026\n")
+
+
+def test_an_end_token_that_is_there_is_not_doubled(plain):
+    assert trained(render(plain, Row({"text": "Hello.</s>"}, "my.jsonl", 1), "text")) == ["Hello.</s>"]
+    row = Row({"prompt": "q", "completion": "a</s>"}, "my.jsonl", 1)
+    assert trained(render(plain, row, "prompt-completion")) == ["a</s>"]
 
 
 def test_alpaca_rows_under_a_chat_template(chatml):
@@ -242,3 +322,10 @@ def test_a_prompt_for_plain_text_is_raw(make_tokenizer):
     tokenizer = make_tokenizer(None, adds_bos=True, bos_token="<s>", eos_token="</s>")
     assert prompt_text(tokenizer, Recipe(data_format="text"), "Once") == "<s>Once"
     assert prompt_text(tokenizer, Recipe(), "Once") == "<s>### Instruction:\nOnce\n\n### Response:\n"
+
+
+def test_several_chat_templates_without_a_default_are_refused(make_tokenizer):
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = {"short": "{{ messages }}", "long": "{{ messages }}"}
+    with pytest.raises(ModelError, match="which chat template is meant cannot be told"):
+        render(tokenizer, messages("q", "a"))

@@ -284,18 +284,20 @@ def _read_csv(path: Path) -> Iterator[Row]:
     line = 1
     try:
         for cells in reader:
-            if header is None:
+            if not cells:
+                pass  # a blank line
+            elif header is None:
                 header = cells
                 _check_columns(header, f"{name}:{line}")
                 separator = next((word for mark, word in _SEPARATORS.items() if mark in cells[0]), "")
                 if len(cells) == 1 and separator:
                     what = f"the header is one column, with {separator} in it"
                     raise DataError(what, where=f"{name}:{line}", remedy="Separate cells by commas.")
-            elif cells and len(cells) != len(header):
+            elif len(cells) != len(header):
                 what = f"{len(cells)} cells, but the header has {len(header)} columns"
                 remedy = "A cell with a comma or a line break in it must stand in double quotes."
                 raise DataError(what, where=f"{name}:{line}", remedy=remedy)
-            elif cells:
+            else:
                 yield Row(dict(zip(header, cells, strict=True)), name, line)
             line = reader.line_num + 1
     except csv.Error as error:

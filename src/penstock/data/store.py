@@ -38,7 +38,7 @@ from penstock.recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = 2
+_VERSION = 3
 _FIELDS = ("data_format", "template", "end_token", "train_on_prompt", "max_length", "too_long")
 _BUILDING = ".building-"
 _ABANDONED_S = 2 * 24 * 3600.0

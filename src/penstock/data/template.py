@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from penstock.data.files import Row
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
+
+DAY = datetime(2026, 1, 1)
+"""What templates that write today's date are given, or the same data would be other tokens after midnight."""
+_TODAY = re.compile(r"""strftime_now\(\s*(["'])([^"']*)\1\s*\)""")
+_MARK = "\ue000"
+_THOUGHT_ENDS = "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +99,11 @@ class Template:
         if isinstance(turns, Dropped):
             return turns
         example = self._chat.render(turns, row.where) if self._chat else self._plain(turns)
+        responses = [turn for turn in turns if turn.role == "assistant"]
+        trained = tuple(span for span, turn in zip(example.spans, responses, strict=True) if turn.trained)
+        example = replace(example, spans=trained)
         spells_token = any(self._end.special.search(part) for turn in turns for part in (turn.content, turn.input))
-        return replace(example, spells_token=True) if spells_token and isinstance(example, Example) else example
+        return replace(example, spells_token=True) if spells_token else example
 
     def prompt(self, question: str, earlier: Sequence[Turn] = ()) -> str:
         """The text of a question, after earlier turns as training renders them, up to where the response begins."""
@@ -109,19 +119,20 @@ class Template:
 
     def _whole(self, text: str) -> Example:
         start = "" if text.startswith(self._bos) else self._bos
-        text = start + text + self._end.token()
+        text = start + self._end.after(text)
         return Example(text, ((len(start), len(text)),))
 
     def _plain(self, turns: list[Turn]) -> Example:
-        text, spans, end = self._bos, [], self._end.token()
+        text, spans = self._bos, []
         headings = self.kind == "alpaca"
         for i, turn in enumerate(turns):
             if turn.role != "assistant":
                 text += _alpaca_heading(turn) if headings else turn.whole
                 continue
             text += "### Response:\n" if headings else ""
-            spans.append((len(text), len(text) + len(turn.content + end)))
-            text += turn.content + end
+            response = self._end.after(turn.content)
+            spans.append((len(text), len(text) + len(response)))
+            text += response
             text += "\n\n" if headings and i < len(turns) - 1 else ""
         return Example(text, tuple(spans))
 
@@ -152,17 +163,21 @@ class EndToken:
             raise ModelError(what, where=f"end_token = {chosen!r}", remedy=f"Those are: {known}.")
         special |= {chosen} if chosen else set()
         self.chosen = chosen
-        self._default = chosen or tokenizer.eos_token
+        self.default = chosen or tokenizer.eos_token
         self.special_ids = frozenset(added[token] for token in special if token in added)
         longest_first = sorted(special, key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, longest_first)) if special else r"(?!)")
 
     def token(self) -> str:
         """The token to append where the text has no end token yet."""
-        if not self._default:
+        if not self.default:
             what = "the tokenizer has no end token, so the model would never learn to stop"
             raise ModelError(what, where="end_token", remedy="Name one of its special tokens with --end-token.")
-        return str(self._default)
+        return str(self.default)
+
+    def after(self, text: str) -> str:
+        """The text with its end token, which it may have already."""
+        return text if text.endswith(self.token()) else text + self.token()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +203,12 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end: EndToken) -> None:
         self._tokenizer, self._end = tokenizer, end
+        try:
+            template = tokenizer.get_chat_template()
+        except ValueError as error:  # it has several, and none of them by default
+            what, remedy = f"which chat template is meant cannot be told: {error}", "Use --template alpaca."
+            raise ModelError(what, where="template = 'chat'", remedy=remedy) from error
+        self._text = _TODAY.sub(lambda call: f"'{DAY.strftime(call[2])}'", template)
         self._layouts: dict[tuple[str, ...], _Layout | None] = {}
 
     def render(self, turns: list[Turn], where: str) -> Example:
@@ -210,7 +231,7 @@ class ChatTemplate:
         messages = [{"role": turn.role, "content": turn.whole} for turn in turns]
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generation_prompt
+                messages, chat_template=self._text, tokenize=False, add_generation_prompt=generation_prompt
             )
         except (TemplateError, TypeError, ValueError) as error:
             remedy = "Change the turns to what the model's chat template takes, or use --template alpaca."
@@ -245,23 +266,54 @@ class ChatTemplate:
 
     def _search(self, text: str, turns: list[Turn], where: str) -> list[Span]:
         """For each response (where training begins, where its content ends), by looking for the contents."""
+        self._refuse_gaps(text, turns, where)
         found: list[Span] = []
         at = 0
         for i, turn in enumerate(turns):
             if turn.role != "assistant":
                 continue
-            prefix = self._prefix(turns[:i], text) or 0
-            # As written; trimmed, as many templates do; or only the answer, where earlier thoughts are left out.
-            answer = turn.content.rpartition("</think>")[2]
-            for content in (turn.content, turn.content.strip(), answer.strip()):
-                if content and (place := text.find(content, max(prefix, at))) >= 0:
-                    break
-            else:
+            place, thought, answer = self._place(text, turns, i, at), *_parts(turn.content)
+            if place is None:
                 what = f"the chat template changes the response of turn {i + 1} beyond recognition"
                 raise DataError(what, where=where, remedy="Use --template alpaca or --template none.")
-            found.append((prefix if prefix > at else place, place + len(content)))
+            prefix, end = self._prefix(turns[:i], text), place + len(answer)
+            if prefix is None or not at < prefix <= place:
+                thought = thought.strip()  # which may have been left out, as earlier ones often are
+                said = text[at:place].rstrip()
+                prefix = at + len(said) - len(thought) if thought and said.endswith(thought) else place
+            blanks = turn.content[len(turn.content.rstrip()) :]
+            found.append((prefix, end + len(blanks) if text.startswith(blanks, end) else end))
             at = found[-1][1]
         return found
+
+    def _place(self, text: str, turns: list[Turn], i: int, at: int) -> int | None:
+        """Where the answer of turn i begins: where a marker in its place does, or where it occurs if that is once.
+
+        The first place after the response before was rejected: a question may hold the answer ("Is it yes or no?").
+        """
+        thought, answer = _parts(turns[i].content)
+        marked = replace(turns[i], content=thought + _MARK + turns[i].content[len(thought + answer) :])
+        try:
+            shown = self._apply([*turns[:i], marked, *turns[i + 1 :]], where="")
+        except UserError:  # it asks something of the contents that a marker does not meet
+            shown = ""
+        place = shown.find(_MARK)
+        if shown.count(_MARK) == 1 and text[:place] == shown[:place] and text.startswith(answer, place):
+            return place
+        start = max(at, self._prefix(turns[:i], text) or 0)
+        return text.find(answer, start) if text.count(answer, start) == 1 else None
+
+    def _refuse_gaps(self, text: str, turns: list[Turn], where: str) -> None:
+        """Refuse a row of which the template leaves something out. Earlier thoughts are left out rightly."""
+        for i, turn in enumerate(turns):
+            if turn.role != "assistant" and turn.whole.strip() not in text:
+                what = f"the chat template leaves out or changes turn {i + 1} ({turn.role})"
+                remedy = "Write it into the turn after it, or use --template alpaca."
+                raise DataError(what, where=where, remedy=remedy)
+        thought = _parts(turns[-1].content)[0].replace("<think>", "").replace(_THOUGHT_ENDS, "").strip()
+        if thought not in text:
+            what = "the chat template leaves out the thoughts of the last response"
+            raise DataError(what, where=where, remedy="Remove them from the data, or use --template alpaca.")
 
     def _close(self, text: str, found: list[Span]) -> Example:
         """Extend each span through the token that ends the response; add one at the end if the template does not."""
@@ -279,8 +331,18 @@ class ChatTemplate:
         spans = []
         for (start, end), limit in zip(found, limits, strict=True):
             closing = self._end.special.search(text, end, limit)
-            spans.append((start, closing.end() if closing else end))
+            stop = closing.end() if closing else end
+            # Some templates close what was said with one token and the turn with another, at which models stop.
+            if closing and self._end.default and closing.group() != self._end.default:
+                stop += len(self._end.default) if text.startswith(self._end.default, stop) else 0
+            spans.append((start, stop))
         return Example(text, tuple(spans))
+
+
+def _parts(content: str) -> tuple[str, str]:
+    """Of a response: what comes before the answer (a thought with its end, and blanks), and the answer, trimmed."""
+    answer = content.rpartition(_THOUGHT_ENDS)[2].strip()
+    return content[: content.rfind(answer)] if answer else content, answer
 
 
 def _match(text: str, turns: list[Turn], layout: _Layout) -> list[Span] | None:

@@ -32,7 +32,7 @@ _ROLES = {
     "gpt": "assistant",
 }
 # Parts of a message that carry meaning and that we do not render: refused, since leaving them out would be silent.
-_UNSUPPORTED = ("tool_calls", "function_call", "thinking", "reasoning_content")
+_UNSUPPORTED = ("tool_calls", "function_call", "thinking", "reasoning", "reasoning_content")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class Turn:
     role: str
     content: str
     input: str = ""
+    trained: bool = True
+    """Of a response: False if its message says `"weight": 0`."""
 
     @property
     def whole(self) -> str:
@@ -89,6 +91,8 @@ def turns_of(row: Row, form: Format) -> list[Turn] | Dropped:
         return Dropped("no assistant turn")
     if any(turn.role == "assistant" and not turn.content.strip() for turn in turns):
         return Dropped("empty response")
+    if not any(turn.role == "assistant" and turn.trained for turn in turns):
+        return Dropped("no response with a weight")
     return turns
 
 
@@ -149,7 +153,11 @@ def _message(item: object, name: str, where: str) -> Turn:
         if item.get(part):
             remedy = "Write it into the content, as the model should produce it, or remove it."
             raise DataError(f"{name} has {part!r}, which is not trained on", where=where, remedy=remedy)
-    return Turn(_ROLES[role], content or "")
+    weight = item.get("weight")
+    if weight not in (None, 0, 1):
+        remedy = "1, or none, trains on the response; 0 does not."
+        raise DataError(f"{name} has the weight {weight!r}", where=where, remedy=remedy)
+    return Turn(_ROLES[role], content or "", trained=weight != 0)
 
 
 def _kind(value: Any) -> str:
