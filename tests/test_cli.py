@@ -110,6 +110,7 @@ def test_with_json_a_failure_is_an_object_too(words, code, what, tmp_path, monke
         ("learning_rate: 1\n", "unknown key 'learning_rate'"),
         ("- 1\n", "must hold `field: value` lines"),
         ("lr: [\n", "is not YAML"),
+        ("preset: [demo]\n", r"preset: \['demo'\] is not a name"),
         ("preset: lama\n", "there is no preset 'lama'"),
         ("batch_size: many\n", "'many' is not a whole number"),
     ],
@@ -268,6 +269,29 @@ def test_a_rank_leaves_without_taking_its_interpreter_down(joined):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (3, "done" if joined else "donetaken down\n")
+
+
+def test_nobody_who_reads_is_no_failure():
+    """Python would find the pipe closed when it ends, and say so with exit code 120."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "penstock", "--version"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_nobody_reads_its_lines_any_more(tmp_path):
+    words = ["train", "demo", "--max-steps", "2", "--data-percent", "10", "--prompt", "None", "--output-dir", tmp_path]
+    command = [sys.executable, "-m", "penstock", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+    assert (tmp_path / "model" / "config.json").exists()
 
 
 def test_our_warnings_are_shown_and_those_of_libraries_are_not():

@@ -8,12 +8,12 @@ import subprocess
 import sys
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.cli import main
 from penstock.data.template import prompt_text
 from penstock.data.turns import Turn
-from penstock.generate import questions
+from penstock.generate import answer, questions
 from penstock.presets import PRESETS
 from penstock.recipe import Recipe
 from penstock.report.console import Console
@@ -62,6 +62,15 @@ def test_questions_end_with_the_lines_or_with_a_word():
     assert list(questions(io.StringIO("a\n  \n b \n"))) == ["a", "b"]
     assert list(questions(io.StringIO("a\nEXIT\nb\n"))) == ["a"]
     assert list(questions(io.StringIO(""))) == []
+
+
+def test_a_tokenizer_that_adds_token_types_is_not_asked_for_them(run_dir):
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
+    said = answer(model, tokenizer, PRESETS["demo"], "hi", max_new_tokens=4)
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    assert "token_type_ids" in tokenizer("hi")
+    assert answer(model, tokenizer, PRESETS["demo"], "hi", max_new_tokens=4) == said
 
 
 EARLIER = (Turn("user", "One?"), Turn("assistant", "Two."))

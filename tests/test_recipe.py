@@ -1,4 +1,5 @@
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -83,3 +84,5 @@ def test_every_field_has_a_help_text():
 def test_run_dir_follows_the_name():
     assert str(Recipe(name="mine").run_dir) == "runs/mine"
     assert str(dataclasses.replace(Recipe(), output_dir="x/y").run_dir) == "x/y"
+    assert Recipe(output_dir="~/x").run_dir == Path.home() / "x"
+    assert str(Recipe(output_dir="~nobody-here/x").run_dir) == "~nobody-here/x"

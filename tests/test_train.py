@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.data.loader import Position
 from penstock.errors import OutputError
-from penstock.preparation import prepare_run
+from penstock.preparation import dry_run, prepare_run
 from penstock.presets import PRESETS
 from penstock.recipe import Recipe
 from penstock.report.console import Console
@@ -100,6 +100,24 @@ def test_a_run_is_not_written_over(tmp_path):
     assert len(losses_of(recipe)) == 2
 
 
+def test_checkpoints_count_for_the_disk_where_they_stay(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(
+        "penstock.preparation.check_room", lambda *_, keep_checkpoints, **__: kept.append(keep_checkpoints)
+    )
+    recipe = dataclasses.replace(DEMO, output_dir=str(tmp_path / "run"), max_steps=1, data_percent=10.0, prompt=None)
+    train(recipe, quiet())
+    kept.clear()
+    (tmp_path / "run" / "train.log").write_text("of the shell")
+    train(recipe, quiet(), resume="newest")
+    dry_run(recipe, quiet(), resume="newest")
+    assert kept == [True, True, True], "before the load, after it, and in a dry run"
+    assert (tmp_path / "run" / "train.log").exists()
+    (tmp_path / "run" / "train.log").unlink()
+    train(recipe, quiet(), overwrite=True)
+    assert kept[3:] == [False, False]
+
+
 def test_evaluation_is_written_and_summed_up(tmp_path):
     recipe = dataclasses.replace(
         DEMO, output_dir=str(tmp_path / "run"), max_steps=4, validation=0.2, eval_every=2, prompt=None
@@ -108,3 +126,18 @@ def test_evaluation_is_written_and_summed_up(tmp_path):
     evals = [json.loads(line) for line in (tmp_path / "run" / "eval.jsonl").read_text().splitlines()]
     assert [row["step"] for row in evals] == [2, 4]
     assert summary.eval_loss == evals[-1]["eval_loss"] < evals[0]["eval_loss"]
+
+
+def test_a_directory_that_the_first_rank_refuses_is_refused_by_all(ranks, tmp_path):
+    (tmp_path / "thesis.txt").write_text("x")
+    refused = ranks("refusing", 2, directory=str(tmp_path))
+    assert refused[0] == refused[1]
+    assert refused[0][0] == "OutputError"
+    assert "thesis.txt" in refused[0][1]
+    missing = ranks("refusing", 2, directory=str(tmp_path / "run"), resume=str(tmp_path / "none"))
+    assert missing[0] == missing[1]
+    assert missing[0][0] == "CheckpointError"
+
+
+def test_ranks_wait_for_the_one_that_writes_the_model_of_an_interrupted_run(ranks, tmp_path):
+    assert ranks("interrupting", 2, directory=str(tmp_path / "run")) == [True, True]

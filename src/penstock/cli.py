@@ -44,9 +44,12 @@ def run() -> NoReturn:
     interpreter's lock, and end the process with SIGABRT (pytorch/pytorch#179291), after all of its work was done.
     """
     code = main()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads it any more; Python would try again at its end, and fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     ranks = sys.modules.get("penstock.engine.ranks")
     if ranks is not None and ranks.HAS_JOINED.is_set():
-        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

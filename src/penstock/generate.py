@@ -34,7 +34,9 @@ def answer(
 ) -> str:
     """What the model says to `prompt` after `earlier` turns: the likeliest tokens, or drawn ones with a temperature."""
     text = prompt_text(tokenizer, recipe, prompt, earlier)
-    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
+    # Some tokenizers would add token_type_ids, which `generate` refuses where the model takes none.
+    inputs = tokenizer(text, add_special_tokens=False, return_token_type_ids=False, return_tensors="pt")
+    inputs = inputs.to(model.device)
     was_training = model.training
     model.eval()
     with stock_attention(model):

@@ -72,6 +72,7 @@ def check_disk(run: Run, first_step: int, checkpoint_bytes: int, weight_bytes: i
         num_saves=(steps // every if every else 0) + 1 if steps else 0,
         keep=run.recipe.keep,
         export_bytes=weight_bytes,
+        keep_checkpoints=first_step > 1,  # of a run that begins, those that are there will be replaced
     )
 
 
@@ -147,7 +148,7 @@ def dry_run(
 ) -> Outlook:
     """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
     console.say(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True).rstrip())
-    check_run_dir(recipe.run_dir, overwrite=overwrite or goes_on_in(recipe.run_dir, resume))
+    check_run_dir(recipe.run_dir, overwrite=overwrite, own=goes_on_in(recipe.run_dir, resume))
     saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
     run = prepare_run(as_begun(recipe, saved), console, resume=bool(resume))
     if saved:

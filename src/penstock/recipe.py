@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import types
 import typing
@@ -162,7 +163,7 @@ class Recipe:
     @property
     def run_dir(self) -> Path:
         """Where the run is written."""
-        return Path(self.output_dir or f"runs/{self.name}")
+        return Path(os.path.expanduser(self.output_dir or f"runs/{self.name}"))
 
     @property
     def track_list(self) -> list[str]:

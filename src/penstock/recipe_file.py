@@ -35,8 +35,11 @@ def find_recipe(name: str) -> tuple[Recipe, bool]:
     if not isinstance(values, dict):
         raise RecipeError("must hold `field: value` lines", where=name, remedy="For example: lr: 2e-5")
     preset = values.pop("preset", None)
+    if preset is not None and not isinstance(preset, str):
+        remedy = "It names one, such as preset: demo"
+        raise RecipeError(f"preset: {preset!r} is not a name", where=name, remedy=remedy)
     if preset is not None and preset not in PRESETS:
-        raise RecipeError(f"there is no preset {preset!r}", where=name, remedy=did_you_mean(str(preset), PRESETS))
+        raise RecipeError(f"there is no preset {preset!r}", where=name, remedy=did_you_mean(preset, PRESETS))
     base = PRESETS[preset] if preset else Recipe()
     recipe = with_values(dataclasses.replace(base, name=path.stem), values, where=name)
     chosen = "data_percent" in values

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from penstock.checkpoint.export import export
+from penstock.checkpoint.export import export, mend_generation
 from penstock.checkpoint.export_sharded import export_sharded
 from penstock.checkpoint.lock import claim
 from penstock.checkpoint.resume import (
@@ -66,13 +66,11 @@ def train(
 
     Of several ranks all run this; the first one alone reads and writes the directory of the run.
     """
-    run_dir, own = recipe.run_dir, goes_on_in(recipe.run_dir, resume)
+    run_dir = recipe.run_dir
     check_batch(recipe.batch_size, world.size)
-    if world.first:
-        check_run_dir(run_dir, overwrite=overwrite or own)
     device = world.pick(pick_device(recipe.device))
     trackers = Trackers(recipe if world.first else replace(recipe, track=""), console.say)
-    with joined(world, device), claim(run_dir) if world.first else nullcontext(), trackers:
+    with joined(world, device), claimed(run_dir, resume, world, overwrite=overwrite) as own, trackers:
         if recipe.bind_cores:
             bind(world, device)
         saved = world.share(lambda: find_start(run_dir, resume, overwrite=overwrite))
@@ -81,19 +79,18 @@ def train(
         if saved:
             check_same_run(saved, recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
             with console.phase(f"Checking {saved.checkpoint.path}"):
-                if world.first:
-                    verify_saved(saved, console.say)
+                world.share(lambda: verify_saved(saved, console.say))
         elif resume:
             console.say(f"There is no checkpoint in {run_dir} yet: beginning with step 1")
         first_step = saved.step + 1 if saved else 1
-        if world.first:
-            foresee_disk(run, first_step)
+        world.share(lambda: foresee_disk(run, first_step))
         run, plan = planned(run, console, world)
         recipe = run.recipe
         with console.phase(f"Loading {recipe.model}") as loading, memory_advice(recipe, world.size):
             model, remainders = load(run, console, world)
             loading.num_bytes = sum(p.nbytes for p in model.parameters())
             stop_at(model, end_tokens(run))
+            mend_generation(model, console.say)
             fingerprint = model_fingerprint(model, values=recipe.init == "pretrained", remainders=remainders)
             if saved:
                 check_same_model(saved, fingerprint, anyway=resume_anyway)
@@ -150,6 +147,7 @@ def train(
                     elif world.first:
                         export(model, run.tokenizer, model_dir, trust_remote_code=recipe.trust_remote_code)
         if cut_off:
+            world.largest(0)  # or a rank that ends would end the one that still writes the model
             raise interrupted(recipe, stop, metrics.rows[-1].step, run.total_steps)
         has_model = engine.sharded or world.first
         after = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt and has_model else ""
@@ -157,6 +155,23 @@ def train(
         summary = summarize(metrics, model_dir, run_dir, dialogue)
         recorder.end(summary)
         return summary
+
+
+@contextmanager
+def claimed(run_dir: Path, resume: str, world: World, *, overwrite: bool) -> Iterator[bool]:
+    """Hold the directory of the run, on the first rank. Gives whether the run goes on in it.
+
+    Ranks have met by now: if the directory is refused, all end with that, and none waits for the first.
+    """
+
+    def check() -> bool:
+        own = goes_on_in(run_dir, resume)
+        check_run_dir(run_dir, overwrite=overwrite, own=own)
+        return own
+
+    own = world.share(check)
+    with claim(run_dir) if world.first else nullcontext():
+        yield own
 
 
 def load(run: Run, console: Console, world: World) -> tuple[PreTrainedModel, dict[nn.Parameter, Tensor]]:
@@ -220,8 +235,7 @@ def check_disk_of(engine: Engine, run: Run, first_step: int, world: World = ALON
     checkpoint_bytes = sum(sizes.values())
     if not engine.sharded:  # each rank has tensors of its own
         checkpoint_bytes = int(world.total(torch.tensor(checkpoint_bytes)))
-    if world.first:
-        check_disk(run, first_step, checkpoint_bytes, sizes["weights"])
+    world.share(lambda: check_disk(run, first_step, checkpoint_bytes, sizes["weights"]))
 
 
 def place_in(data: Dataset, saved: Saved | None) -> Position:

@@ -1,16 +1,24 @@
 import errno
 import json
 import os
+import shutil
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import torch
+from own_code import with_own_code
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from penstock.checkpoint.export import PROBE, _compare, export, logits_of
+from penstock.checkpoint.export import PROBE, _compare, export, export_run, logits_of, mend_generation
 from penstock.errors import CheckpointError, Diverged, DoesNotFit, OutputError, RecipeError
+from penstock.model.load import load_config, load_model
+from penstock.presets import PRESETS
+from penstock.recipe import Recipe
+from penstock.report.console import Console
+from penstock.train import train
 
 DEMO = str(files("penstock.demo") / "model")
 
@@ -95,3 +103,54 @@ def test_a_model_that_computes_nothing_finite_has_diverged(tmp_path, model, toke
     with pytest.raises(Diverged, match="not finite"):
         export(model, tokenizer, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "mended"),
+    [
+        ({"temperature": 0.9, "top_p": 0.6}, {"temperature": 0.9, "top_p": 0.6, "do_sample": True}),  # Llama 2, Vicuna
+        ({"temperature": 0.9, "do_sample": True, "pad_token_id": -1}, {"temperature": 0.9, "pad_token_id": None}),
+        ({"pad_token_id": -1}, {"do_sample": False, "pad_token_id": None}),
+        ({"length_penalty": 0.5, "pad_token_id": 3}, {"length_penalty": None, "pad_token_id": 3}),
+        ({"max_new_tokens": "many"}, {"max_new_tokens": None}),
+    ],
+)
+def test_a_generation_config_that_transformers_refuses_is_mended(tmp_path, model, tokenizer, values, mended):
+    for name, value in values.items():
+        setattr(model.generation_config, name, value)
+    said = []
+    mend_generation(model, said.append)
+    assert len(said) == 1
+    assert mended.items() <= vars(model.generation_config).items()
+    export(model, tokenizer, tmp_path / "out")  # which compares the end token
+    mend_generation(model, said.append)
+    assert len(said) == 1, "what is fine is left alone"
+
+
+def test_a_checkpoint_with_such_a_generation_config_is_exported(tmp_path, monkeypatch):
+    """Of a run of before it was mended at the start, which failed at its end."""
+    shutil.copytree(DEMO, tmp_path / "old")
+    path = tmp_path / "old" / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": 2, "temperature": 0.9, "top_p": 0.6}))
+    run, changes = tmp_path / "run", {"max_steps": 1, "batch_size": 1, "prompt": None, "dtype": "fp32"}
+    recipe = replace(PRESETS["demo"], model=str(tmp_path / "old"), output_dir=str(run), **changes)
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.train.mend_generation", lambda *_: None)
+        with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+            train(recipe, Console(quiet=True))
+    export_run(run, tmp_path / "out", shard_size="5GB", say=lambda _: None)
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (written["do_sample"], written["temperature"], written["eos_token_id"]) == (True, 0.9, 2)
+    train(recipe, Console(quiet=True), overwrite=True)
+    assert json.loads((run / "model" / "generation_config.json").read_text()) == written
+
+
+def test_code_that_comes_in_two_files_is_exported_with_the_model(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    recipe = Recipe(model=str(with_own_code(tmp_path / "model")), trust_remote_code=True)
+    model = load_model(recipe, load_config(recipe), torch.device("cpu"), lambda _: None)
+    export(model, tokenizer, tmp_path / "out", trust_remote_code=True)
+    shutil.rmtree(tmp_path / "model")
+    shutil.rmtree(tmp_path / "modules")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(again).__name__ == "OwnModel"

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from own_code import with_own_code
 from rank_jobs import tiny
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
@@ -32,3 +33,12 @@ def test_two_ranks_export_what_one_would(ranks, tmp_path, preset):
     for name, weight in loaded.named_parameters():
         assert torch.equal(weight, weights[name]), name
     assert not (tmp_path / "model.unchecked").exists()
+
+
+def test_two_ranks_export_code_that_comes_in_two_files(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model, directory = with_own_code(tmp_path / "own"), tmp_path / "model"
+    places = {"directory": str(directory), "model": str(model), "modules": str(tmp_path / "modules")}
+    ranks("exporting", 2, preset="demo", **places)
+    loaded = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
+    assert type(loaded).__name__ == "OwnModel"

@@ -4,9 +4,20 @@ import json
 import random
 
 import numpy as np
+import pytest
 import torch
 
-from penstock.checkpoint.resume import BY_CONTENT, FIXED, FREE, model_fingerprint, rng_state, set_rng_state
+from penstock.checkpoint.resume import (
+    BY_CONTENT,
+    FIXED,
+    FREE,
+    find_start,
+    goes_on_in,
+    model_fingerprint,
+    rng_state,
+    set_rng_state,
+)
+from penstock.errors import CheckpointError
 from penstock.recipe import FIELDS
 
 
@@ -46,3 +57,28 @@ def test_the_fingerprint_of_a_model_tells_names_shapes_and_values_apart():
     assert model_fingerprint(model((3, 4)).bfloat16().float(), values=True) == model_fingerprint(
         model((3, 4)).bfloat16(), values=True
     )
+
+
+def test_a_parameter_with_fewer_rows_than_ranks_is_fingerprinted_by_all(ranks):
+    shapes = ((1, 8), (64, 5), (3,))
+    (alone,) = ranks("fingerprint", 1, shapes=shapes)
+    assert ranks("fingerprint", 2, shapes=shapes) == [alone, alone]
+
+
+def test_a_checkpoint_that_is_a_link_is_still_the_runs_own(tmp_path):
+    run, disk = tmp_path / "run", tmp_path / "disk" / "step-00000004"
+    (run / "checkpoints").mkdir(parents=True)
+    disk.mkdir(parents=True)
+    (run / "checkpoints" / disk.name).symlink_to(disk)
+    assert goes_on_in(run, str(run / "checkpoints" / disk.name))
+    assert not goes_on_in(run, str(disk))
+
+
+@pytest.mark.parametrize("place", ["checkpoints/old/step-00000004", "model/step-00000004"])
+def test_what_overwriting_would_remove_is_not_gone_on_from(tmp_path, place):
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    (run / place).mkdir(parents=True)
+    disk.symlink_to(run / place)
+    for path in (run / place, disk):
+        with pytest.raises(CheckpointError, match=r"in the directory that --overwrite clears\n.*Move it out"):
+            find_start(run, str(path), overwrite=True)

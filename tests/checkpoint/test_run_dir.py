@@ -1,5 +1,6 @@
 import json
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -27,6 +28,17 @@ def test_overwrite_replaces_a_run_but_never_anything_else(tmp_path):
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(OutputError, match="something else"):
         check_run_dir(tmp_path / "mine", overwrite=True)
+
+
+def test_a_run_goes_on_beside_files_of_others_and_is_not_replaced_there(tmp_path):
+    run = make_run_dir(Recipe(output_dir=str(tmp_path / "run")))
+    (run / "train.log").write_text("x")
+    check_run_dir(run, overwrite=False, own=True)
+    with pytest.raises(OutputError, match=r"such as train\.log\n.*Move .*run/train\.log elsewhere"):
+        check_run_dir(run, overwrite=True)
+    (run / "recipe.yaml").unlink()
+    with pytest.raises(OutputError, match="something else"):
+        check_run_dir(run, overwrite=False, own=True)
 
 
 def test_a_link_stays_a_link(tmp_path):
@@ -81,6 +93,8 @@ GIB = 2**30
         (0, 5, 2, 3 * 10 + 2, False),
         (2, 5, 2, 10 + 3, True),  # those that are there are paid for
         (2, 5, 2, 10 + 2, False),
+        (3, 5, 1, 10 + 3, True),  # the first is written before the others are removed
+        (3, 5, 1, 10 + 2, False),
         (0, 5, 0, 3, True),  # none is ever saved
         (2, 0, 2, 3, True),  # only the export is left
     ],
@@ -99,6 +113,20 @@ def test_the_disk_must_hold_what_is_kept_one_more_and_the_model(
         with pytest.raises(DoesNotFit, match=r"(?s)GiB of disk, .* are free.*--keep 0") as caught:
             check_room(tmp_path, num_saves=num_saves, keep=keep, **sizes)
         assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize(("free_gib", "fits"), [(3 * 10 + 3 - 2, True), (3 * 10 + 3 - 3, False)])
+def test_checkpoints_that_will_be_removed_pay_for_no_more_than_they_hold(tmp_path, monkeypatch, free_gib, fits):
+    for step in range(2):
+        path = tmp_path / "checkpoints" / f"step-{step:08}"
+        save(path.parent, step, {"state": [whole("x", torch.ones(3))]}, {}, lambda _: None)
+        with (path / "large").open("wb") as file:
+            file.truncate(GIB)
+    usage = shutil.disk_usage(tmp_path)._replace(free=free_gib * GIB)
+    monkeypatch.setattr("penstock.checkpoint.run_dir.shutil.disk_usage", lambda _: usage)
+    sizes = {"checkpoint_bytes": 10 * GIB, "export_bytes": 3 * GIB, "num_saves": 5, "keep": 2}
+    with nullcontext() if fits else pytest.raises(DoesNotFit, match="3 more checkpoints"):
+        check_room(tmp_path, **sizes, keep_checkpoints=False)
 
 
 def test_a_run_on_deepspeed_keeps_the_configuration_it_ran_with(tmp_path):

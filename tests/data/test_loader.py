@@ -16,9 +16,9 @@ from penstock.errors import DataError
 def make(write, recipe_for, chatml, alpaca_rows):
     """A data set of n rows of varying length."""
 
-    def prepared(n=40, tokenizer=chatml, say=lambda _: None, **fields):
+    def prepared(n=40, tokenizer=chatml, say=lambda _: None, vocab_size=10**6, **fields):
         fields = {"max_length": 256, "batch_size": 3, "compile": False} | fields
-        return prepare(recipe_for(write(alpaca_rows(n)), **fields), tokenizer, 10**6, say)
+        return prepare(recipe_for(write(alpaca_rows(n)), **fields), tokenizer, vocab_size, say)
 
     return prepared
 
@@ -101,6 +101,18 @@ def test_positions_restart_with_every_segment_and_padding_is_a_segment(make, cha
 def test_rows_are_padded_only_to_the_longest_of_the_micro_batch(make):
     data = make(packing=False, micro_batch_size=1)
     assert all(b.num_tokens == b.input_ids.numel() for b in itertools.chain.from_iterable(steps(data.train)))
+
+
+def test_padding_stays_within_the_embedding(make, make_tokenizer):
+    """A padding token that was added to the tokenizer has no row in the model's embedding."""
+    tokenizer = make_tokenizer("chatml")
+    rows = len(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    assert tokenizer.pad_token_id == rows
+    for vocab_size, filler in ((rows, 0), (rows + 1, rows)):
+        data = make(n=5, tokenizer=tokenizer, vocab_size=vocab_size, packing=False, compile=True)
+        padding = torch.cat([b.input_ids[:, -1] for b in itertools.chain.from_iterable(steps(data.train))])
+        assert set(padding.tolist()) == {filler}
 
 
 def test_compiled_layers_get_one_shape(make):

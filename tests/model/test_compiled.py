@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.model import attention
 from penstock.model.attention import Segments, stock_attention, use_attention
-from penstock.model.compiled import set_compile
+from penstock.model.compiled import _changes_in_place, set_compile
 from penstock.model.loss import packed_loss
 from penstock.model.recompute import set_recompute
 from penstock.model.units import find_units
@@ -217,3 +217,8 @@ def test_without_a_compiler_layers_run_as_they_are(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(plain, fallback, strict=True))
     assert len(said) == 1
     assert "layers run uncompiled" in said[0]
+
+
+def test_layers_that_change_a_product_in_place_are_not_replayed_by_the_compiler():
+    layers = {kind: find_units(tiny_model(kind)).layers[0] for kind in ("gemma3n_text", "llama")}
+    assert {kind: _changes_in_place(layer) for kind, layer in layers.items()} == {"gemma3n_text": True, "llama": False}

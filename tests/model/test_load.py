@@ -1,11 +1,14 @@
 """Models come back as they were saved, in the right precision, within one shard of memory, or not at all."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,7 +16,7 @@ from tiny import COMMON, OTHERS, SEVEN, tiny_config, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from penstock.errors import ModelError
-from penstock.model.load import load_config, load_model, load_tokenizer
+from penstock.model.load import drop_dropout, load_config, load_model, load_tokenizer, refuse_lost_scaling
 from penstock.model.units import find_units
 from penstock.recipe import Recipe
 
@@ -209,7 +212,7 @@ def test_mxfp4_is_dequantized_and_saves_as_plain_weights(tmp_path, dtype):
     assert_same(load(model=str(tmp_path / "plain"), dtype=dtype), model)
 
 
-def write_gguf(path, model):
+def write_gguf(path, model, **others):
     """A Llama in GGUF, with llama.cpp's order of the rows of queries and keys, and a tokenizer of single letters."""
     gguf = pytest.importorskip("gguf")
     config = model.config
@@ -245,6 +248,8 @@ def write_gguf(path, model):
         for ours, theirs in sorted(names.items(), key=lambda pair: -len(pair[0])):
             name = name.replace(ours, theirs)
         writer.add_tensor(name, weight.numpy())
+    for name, values in others.items():
+        writer.add_tensor(f"{name}.weight", values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -267,6 +272,46 @@ def test_gguf(tmp_path, said):
     tokenizer.save_pretrained(tmp_path / "plain")
     assert_same(load(model=str(tmp_path / "plain")), expected)
     assert load_tokenizer(Recipe(model=str(tmp_path / "plain"))).chat_template == tokenizer.chat_template
+
+
+def test_gguf_of_llama_3_1_is_refused(tmp_path):
+    """It would be trained with the positions of Llama 3."""
+    write_gguf(tmp_path / "tiny.gguf", tiny_model("llama").requires_grad_(False), rope_freqs=np.ones(4, np.float32))
+    with pytest.raises(ModelError, match=r"RoPE: rope_freqs\.weight\).*\n.*the model that the file was made from"):
+        load(model=str(tmp_path / "tiny.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "scaling", "lost"),
+    [
+        ("rope_freqs.weight", None, "rope_freqs.weight"),
+        ("rope_factors_long.weight", None, "rope_factors_long.weight"),
+        (None, "yarn", "llama.rope.scaling.type = yarn"),
+        (None, "none", None),
+        (None, None, None),
+    ],
+)
+def test_gguf_with_positions_that_transformers_does_not_scale_is_refused(tmp_path, tensor, scaling, lost):
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("output_norm.weight", np.ones(8, np.float32))
+    if tensor:
+        writer.add_tensor(tensor, np.ones(4, np.float32))
+    if scaling:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    by_layer = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+    scaled = tiny_config("llama", rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4})
+    refuse_lost_scaling(path, scaled)
+    refuse_lost_scaling(path, tiny_config("gemma3_text", rope_parameters=by_layer))
+    for name in ("llama", "gemma3_text"):
+        refused = pytest.raises(ModelError, match=re.escape(f"RoPE: {lost}")) if lost else nullcontext()
+        with refused:
+            refuse_lost_scaling(path, tiny_config(name))
 
 
 SMALL = "num_hidden_layers=2,hidden_size=64,intermediate_size=64,vocab_size=128"
@@ -303,6 +348,13 @@ def test_dropout_is_switched_off_and_that_is_said(said):
     model = load(said, model="ByteDance-Seed/Seed-OSS-36B-Instruct", init="random", shape=SMALL)
     assert model.config.attention_dropout == model.config.residual_dropout == 0.0
     assert sum("trains without dropout" in line for line in said) == 2
+
+
+def test_layers_are_not_dropped(said):
+    config = tiny_config("opt", layerdrop=0.1)
+    drop_dropout(config, said.append)
+    assert config.layerdrop == 0.0
+    assert said == ["  layerdrop = 0.1 in the model's config is set to 0: Penstock trains without dropout of layers"]
 
 
 def edit_config(directory, **values):

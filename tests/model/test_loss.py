@@ -4,12 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from tiny import OTHERS, SEVEN, packed, tiny_model
+from tiny import COMMON, OTHERS, SEVEN, packed, tiny_config, tiny_model
 from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.errors import ModelError
 from penstock.model import loss as loss_module
 from penstock.model.attention import use_attention
+from penstock.model.load import drop_dropout
 from penstock.model.loss import check_logits, loss_sum, packed_loss
 from penstock.model.recompute import set_recompute
 from penstock.model.units import find_units
@@ -123,8 +125,9 @@ def test_models_logits_are_understood(name):
     model = tiny_model(name)
     units = find_units(model)
     use_attention(model, "auto")
-    check_logits(model, units)
-    assert model.training
+    for mode in (True, False):
+        check_logits(model.train(mode), units)
+        assert model.training == mode
 
 
 def test_logits_treated_in_an_unknown_way_are_refused():
@@ -134,6 +137,34 @@ def test_logits_treated_in_an_unknown_way_are_refused():
     ignorant = dataclasses.replace(units, head=dataclasses.replace(units.head, scale=1.0))
     with pytest.raises(ModelError, match="treats its logits in a way that is not known"):
         check_logits(model, ignorant)
+
+
+def test_a_model_that_draws_at_random_while_it_trains_is_refused(said):
+    """PhiMoE draws which of the experts with nearly equal scores it takes; by its own code, not by a setting."""
+    near = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.5}
+    config = AutoConfig.for_model("phimoe", **COMMON | near)
+    drop_dropout(config, said.append)
+    assert (config.router_jitter_noise, said) == (0.5, []), "it weighs experts in inference too"
+    with pytest.raises(ModelError, match="computes otherwise while it trains"):
+        checked(config)
+
+
+def test_noise_that_a_setting_adds_is_switched_off(said):
+    noisy = tiny_config("mixtral", router_jitter_noise=0.1)
+    with pytest.raises(ModelError, match="computes otherwise while it trains"):
+        checked(noisy)
+    drop_dropout(noisy, said.append)
+    assert noisy.router_jitter_noise == 0.0
+    assert said == ["  router_jitter_noise = 0.1 in the model's config is set to 0: Penstock trains without noise"]
+    checked(noisy)
+
+
+def checked(config):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    units = find_units(model)
+    use_attention(model, "auto")
+    check_logits(model, units)
 
 
 @pytest.mark.parametrize("recompute", ["full", "none", "selected:1"])

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tiny import OTHERS, SEVEN, packed, tiny_model
+from tiny import IN_PLACE, OTHERS, SEVEN, packed, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import RecipeError
 from penstock.model.attention import use_attention
 from penstock.model.loss import packed_loss
-from penstock.model.recompute import PRODUCTS, set_recompute
+from penstock.model.recompute import PRODUCTS, Recomputed, set_recompute
 from penstock.model.units import find_units
 from penstock.recipe import dials
 
@@ -24,12 +24,50 @@ def gradients(model, choice):
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("name", [*SEVEN, *OTHERS])
+@pytest.mark.filterwarnings("ignore:layers that change a product in place")
+@pytest.mark.parametrize("name", [*SEVEN, *OTHERS, *IN_PLACE])
 def test_gradients_are_the_same_bits(name):
     model = tiny_model(name)
     kept = gradients(model, "none")
     for choice in ("full", "selected:1", "selected", "full:1", "none"):
         assert all(torch.equal(a, b) for a, b in zip(kept, gradients(model, choice), strict=True))
+
+
+def test_a_product_that_is_changed_in_place_gets_full_and_that_is_said():
+    """AltUp adds to a product that `selected` keeps; replayed as it is, it would be added to twice."""
+    model = tiny_model("gemma3n_text")
+    kept = gradients(model, "none")
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="layers that change a product in place get `full`"):
+            got = gradients(model, "selected")
+        assert all(torch.equal(a, b) for a, b in zip(kept, got, strict=True))
+    calls, batch, units = [], packed(), find_units(model)
+    units.layers[0].self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
+    packed_loss(units, batch.input_ids, batch.position_ids, batch.segments, batch.target_index, batch.targets)
+    assert calls == [1], "it is found out once"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.add_(1),
+        lambda x: x.t()[1:].mul_(2),
+        lambda x: torch.exp(x.detach(), out=x.detach()),
+        lambda x: torch._foreach_add_([x], 1.0),
+    ],
+)
+def test_every_way_to_change_a_product_is_noticed(change):
+    def forward(x, change):
+        product = torch.matmul(x, weight)
+        with torch.no_grad():
+            change(product[0])
+        return product.sin()
+
+    weight = torch.randn(3, 4, requires_grad=True)
+    x = torch.randn(2, 5, 3)
+    Recomputed(forward, "selected")(x, lambda product: product.clone().add_(1))
+    with pytest.warns(UserWarning, match="in place"):
+        Recomputed(forward, "selected")(x, change)
 
 
 def test_layers_run_again_in_backward_and_hooks_do_not():

@@ -59,10 +59,17 @@ OTHERS: dict[str, dict[str, object]] = {
     "smollm3": COMMON,
     "gptj": GPT2 | {"rotary_dim": 4},
 }
+GEMMA3N = {
+    "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 0, "laurel_rank": 4,
+    "activation_sparsity_pattern": [0.9, 0.0],
+}  # fmt: skip
+IN_PLACE: dict[str, dict[str, object]] = {"gemma3n_text": COMMON | GEMMA3N}
+"""Its layers change products in place."""
 
 
 def tiny_config(name: str, **changes: object):
-    values = {**SEVEN, **OTHERS}[name] | changes
+    values = {**SEVEN, **OTHERS, **IN_PLACE}[name] | changes
     return AutoConfig.for_model(name.removesuffix("-tied"), **values)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import time
 from pathlib import Path
 from unittest import mock
@@ -15,14 +16,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _to_kwargs
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import dynamic_module_utils
 
+import penstock.train
 from penstock.checkpoint import export_sharded
 from penstock.checkpoint.resume import model_fingerprint
 from penstock.data.loader import Position, prepare
 from penstock.engine.native import NativeEngine
-from penstock.engine.ranks import bind, find_world, joined
+from penstock.engine.ranks import ALONE, bind, find_world, joined
 from penstock.engine.sharded import load_for_ranks
-from penstock.errors import ModelError, RecipeError
+from penstock.errors import Interrupted, ModelError, RecipeError, UserError
 from penstock.model.attention import use_attention
 from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.model.sharded import _read
@@ -32,6 +35,7 @@ from penstock.offload.optimizer import OffloadAdamW
 from penstock.offload.shards import all_say, extents, local, local_start
 from penstock.offload.state import state_tensors
 from penstock.presets import PRESETS
+from penstock.report.console import Console
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -268,14 +272,68 @@ def refused(directory, method, gguf):
             return str(error)
 
 
-def exporting(directory, preset):
+def exporting(directory, preset, model="", modules=""):
     """Export a sharded model in small files, after a step's worth of change."""
     world = find_world()
     export_sharded.FILE_BYTES = 40_000
     recipe = tiny(preset, init="random")
+    if model:  # one with code of its own
+        dynamic_module_utils.HF_MODULES_CACHE = f"{modules}-{world.rank}"
+        recipe = dataclasses.replace(tiny(), model=model, init="pretrained", shape=None, trust_remote_code=True)
     with joined(world, CPU):
         model, _ = load(world, recipe)
         tokenizer = load_tokenizer(recipe)
         use_attention(model, "auto")
         export_sharded.export_sharded(model, tokenizer, Path(directory), recipe, world, print)
         return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def fingerprint(shapes):
+    """Of a model some of whose parameters have fewer rows than there are ranks."""
+    world = find_world()
+    with joined(world, CPU):
+        model = Plain(shapes)
+        for layer in model.layers if world.many else ():
+            fully_shard(layer, mesh=init_device_mesh("cpu", (world.size,)))
+        return model_fingerprint(model, values=True)
+
+
+def refusing(directory, **options):
+    """The error of a run whose directory the first rank refuses."""
+    try:
+        penstock.train.train(tiny("demo", output_dir=directory), Console(quiet=True), world=find_world(), **options)
+    except UserError as error:
+        return type(error).__name__, str(error)
+
+
+def interrupting(directory):
+    """Whether the model is there when a run ends that a signal stops, if one rank writes it for all, and slowly.
+
+    As with DeepSpeed, every rank has an engine that is not sharded; here one of its own, which knows no others.
+    """
+    world, export = find_world(), penstock.train.export
+
+    def load(run, console, world):
+        return load_model(run.recipe, run.config, CPU, silent), {}
+
+    def start_engine(model, remainders, run, saved, console, world):
+        return NativeEngine(model, run.recipe, silent, ALONE), ""
+
+    def run_steps(run, engine, metrics, recorder, stop, *others):
+        stop.number = signal.SIGTERM
+        return steps(run, engine, metrics, recorder, stop, *others)
+
+    def slowly(*args, **options):
+        time.sleep(1)
+        export(*args, **options)
+
+    steps, module = penstock.train.run_steps, penstock.train
+    recipe = tiny("demo", output_dir=directory, keep=0, max_steps=3, prompt=None)
+    with (
+        mock.patch.multiple(module, load=load, start_engine=start_engine, run_steps=run_steps, export=slowly),
+        mock.patch.object(module, "check_disk_of"),
+    ):
+        try:
+            penstock.train.train(recipe, Console(quiet=True), world=world)
+        except Interrupted:
+            return (Path(directory) / "model" / "config.json").exists()

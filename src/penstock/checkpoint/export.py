@@ -6,7 +6,9 @@ logits, the end token), and only then renamed: a directory that is there is one 
 
 from __future__ import annotations
 
+import copy
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +20,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from penstock.checkpoint.resume import NEWEST, Saved, find_saved, verify_saved
 from penstock.checkpoint.run_dir import CHECKPOINTS, check_is_run, find_model, run_recipe
@@ -55,6 +59,7 @@ def export(
     make_place(directory, written)
     with stock_attention(model):
         try:
+            write_code(type(model), model.config, written)
             model.save_pretrained(written, max_shard_size=shard_bytes)
             tokenizer.save_pretrained(written)
         except (OSError, SafetensorError) as error:
@@ -78,6 +83,47 @@ def make_place(directory: Path, written: Path) -> None:
         raise OutputError(what, where=str(directory), remedy=remedy) from error
 
 
+def write_code(kind: type[PreTrainedModel], config: PreTrainedConfig, directory: Path) -> None:
+    """Write the code of a model that brings its own. `save_pretrained` would only for a class that AutoModel found."""
+    if not kind.__module__.startswith("transformers_modules"):
+        return
+    source = sys.modules[kind.__module__].__file__
+    assert source is not None, "its code was read from a file"
+    for file in (source, *get_relative_import_files(source)):
+        shutil.copyfile(file, directory / Path(file).name)
+    named = f"{Path(source).stem}.{kind.__name__}"
+    config.auto_map = {**(getattr(config, "auto_map", None) or {}), "AutoModelForCausalLM": named}
+
+
+def mend_generation(model: PreTrainedModel, say: Callable[[str], None]) -> None:
+    """Make the generation config one that transformers agrees to save: some old models have one that it only reads.
+
+    Found out when the model is exported, this would cost the training. Leaving the file out was rejected: the model
+    would not know where to end.
+    """
+    config = model.generation_config
+    if config is None or _can_be_saved(config):
+        return
+    mended = copy.deepcopy(config)
+    if isinstance(mended.pad_token_id, int) and mended.pad_token_id < 0:
+        mended.pad_token_id = None
+    sampling = copy.deepcopy(mended)
+    sampling.do_sample = True  # who sets a temperature means it
+    tokens = {name: getattr(mended, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    found = next(c for c in (mended, sampling, GenerationConfig(**tokens)) if _can_be_saved(c))
+    what = "do_sample is set" if found is sampling else "no pad token" if found is mended else "only its tokens"
+    say(f"  transformers would not save the model's generation config: mended ({what})")
+    model.generation_config = found
+
+
+def _can_be_saved(config: GenerationConfig) -> bool:
+    try:
+        config.validate(strict=True)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def export_run(run: Path, directory: Path, *, shard_size: str, say: Callable[[str], None]) -> None:
     """Write the final model of a run to another directory, in shards of another size; if it did not end, its newest."""
     check_is_run(run)
@@ -90,6 +136,7 @@ def export_run(run: Path, directory: Path, *, shard_size: str, say: Callable[[st
         source, trust = find_model(run), recipe.trust_remote_code
         model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
+    mend_generation(model, say)
     export(model, tokenizer, directory, shard_size=shard_size, trust_remote_code=recipe.trust_remote_code)
 
 

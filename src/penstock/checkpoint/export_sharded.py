@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from penstock.checkpoint.export import NO_ROOM, UNCHECKED, compare_logits, end_tokens_of, make_place
+from penstock.checkpoint.export import NO_ROOM, UNCHECKED, compare_logits, end_tokens_of, make_place, write_code
 from penstock.checkpoint.tensors import receive_blocks, send_tensors
 from penstock.engine.ranks import World
 from penstock.engine.sharded import load_for_ranks
@@ -69,7 +69,9 @@ def _write(
     try:
         config = model.config
         # FSDP2 makes the model's class one of its own, in front of what it was.
-        config.architectures = [next(k for k in type(model).__mro__[1:] if k is not FSDPModule).__name__]
+        kind = next(k for k in type(model).__mro__[1:] if k is not FSDPModule)
+        config.architectures = [kind.__name__]
+        write_code(kind, config, written)
         config.save_pretrained(written)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(written)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from penstock.checkpoint.run_dir import CHECKPOINTS
@@ -174,16 +175,27 @@ def goes_on_in(run_dir: Path, resume: str) -> bool:
     wanted = Path(resume).resolve()
     if resume and resume != NEWEST and not wanted.exists():
         open_checkpoint(Path(resume))  # says what is wrong, before anything else is
-    return resume == NEWEST or wanted == run_dir.resolve() or wanted.parent == (run_dir / CHECKPOINTS).resolve()
+    parents = (wanted.parent, Path(resume).parent.resolve())  # a checkpoint may be a link to another disk
+    return resume == NEWEST or wanted == run_dir.resolve() or (run_dir / CHECKPOINTS).resolve() in parents
 
 
 def find_start(run_dir: Path, resume: str, *, overwrite: bool) -> Saved | None:
     """The checkpoint to go on from, if one is asked for. A run that was cut off before its first begins anew."""
+    if resume and overwrite and not goes_on_in(run_dir, resume):
+        _refuse_to_remove(run_dir, Path(resume))
     saved = find_saved(run_dir, resume) if resume else None
     if resume and not saved and not overwrite and (run_dir / "model").exists():
         remedy = "--overwrite without --resume trains it again."
         raise CheckpointError("the run has ended and left no checkpoint", where=str(run_dir), remedy=remedy)
     return saved
+
+
+def _refuse_to_remove(run_dir: Path, wanted: Path) -> None:
+    """Refuse to go on from what --overwrite would remove before it is read."""
+    places = (wanted.resolve(), wanted.parent.resolve())
+    if any(place.is_relative_to(run_dir.resolve()) for place in places):
+        remedy = f"Move it out of {run_dir}, or use another --output-dir."
+        raise CheckpointError("lies in the directory that --overwrite clears", where=str(wanted), remedy=remedy)
 
 
 def verify_saved(saved: Saved, say: Say) -> None:
@@ -295,7 +307,8 @@ def _ends(parameter: torch.Tensor, remainder: torch.Tensor | None) -> torch.Tens
             part = own[low - start : high - start]
             exact = part if remainder is None else join(part, remainder[low - start : high - start])
             ends[place + low - first : place + high - first] = exact.float().cpu()
-    if own.numel() != parameter.numel():
+    # By how it is placed, not by what is here: of few rows one rank may have all, and would leave the others waiting.
+    if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
         dist.all_reduce(ends.view(torch.int32))  # each is zero but on one rank; as numbers, -0.0 would become 0.0
     return ends
 

@@ -27,13 +27,16 @@ RUN_FILES = {
     RECIPE_FILE, RANKS_FILE, DEEPSPEED_FILE, "metrics.jsonl", "eval.jsonl", "facts", "model", "model.unchecked",
     CHECKPOINTS, LOCK_FILE, "report.html", "report-images", "tensorboard", "wandb", "trackio",
 }  # fmt: skip
-"""All that a run writes. Nothing else is ever removed, and a directory with anything else is not ours."""
+"""All that a run writes. Nothing else is ever removed, and no run begins in a directory with anything else."""
 
 _PROBE = ".penstock-"
 
 
-def check_run_dir(directory: Path, *, overwrite: bool) -> None:
-    """Refuse a directory that cannot be written, or that holds something we must not write over."""
+def check_run_dir(directory: Path, *, overwrite: bool, own: bool = False) -> None:
+    """Refuse a directory that cannot be written, or that holds something we must not write over.
+
+    A run that goes on in its `own` directory leaves what others have put there alone.
+    """
     if directory.exists() and not directory.is_dir():
         raise OutputError("is a file, not a directory", where=str(directory), remedy="Use another --output-dir.")
     refuse_if_claimed(directory)
@@ -41,9 +44,12 @@ def check_run_dir(directory: Path, *, overwrite: bool) -> None:
     for probe in (name for name in list(held) if name.startswith(_PROBE)):  # left by a process that died right here
         shutil.rmtree(directory / probe, ignore_errors=True)
         held.remove(probe)
-    if not held <= RUN_FILES:
-        raise OutputError("holds files of something else", where=str(directory), remedy="Use another --output-dir.")
-    if held - {LOCK_FILE} and not overwrite:
+    foreign = sorted(held - RUN_FILES)
+    if foreign and not (own and RECIPE_FILE in held):  # without a recipe it is no run's, whoever wants to go on there
+        what = f"holds files of something else, such as {foreign[0]}"
+        remedy = f"Move {directory / foreign[0]} elsewhere, or use another --output-dir."
+        raise OutputError(what, where=str(directory), remedy=remedy)
+    if held - {LOCK_FILE} and not (overwrite or own):
         remedy = f"Use --resume to go on with it, --output-dir {directory}-2, or --overwrite to replace it."
         raise OutputError("holds a run already", where=str(directory), remedy=remedy)
     existing = next(p for p in (directory, *directory.absolute().parents) if p.exists())
@@ -82,13 +88,24 @@ def note_ranks(directory: Path, world: World, device: str) -> None:
     (directory / RANKS_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
 
-def check_room(directory: Path, *, checkpoint_bytes: int, num_saves: int, keep: int, export_bytes: int) -> None:
+def check_room(
+    directory: Path,
+    *,
+    checkpoint_bytes: int,
+    num_saves: int,
+    keep: int,
+    export_bytes: int,
+    keep_checkpoints: bool = True,
+) -> None:
     """Refuse to begin what the disk cannot hold: the checkpoints that are kept, one being written, and the model."""
-    existing = len(find(directory / CHECKPOINTS))
-    # While the last one is written, all that will be kept are there; those that are there now are paid for.
-    more = max(0, min(existing + num_saves - 1, keep) + 1 - existing) if num_saves and keep else 0
+    existing = len(find(directory / CHECKPOINTS)) if keep_checkpoints else 0
+    # While the last one is written, all that will be kept are there; those that are there now are paid for. The first
+    # is written before any is removed.
+    more = max(1, min(existing + num_saves - 1, keep) + 1 - existing) if num_saves and keep else 0
     there = next(path for path in (directory, *directory.resolve().parents) if path.exists())
     needed, free = more * checkpoint_bytes + export_bytes, shutil.disk_usage(there).free
+    if not keep_checkpoints:  # they make room, but another model's may be smaller
+        free += _num_bytes(directory / CHECKPOINTS)
     if needed > free:
         raise DoesNotFit(
             f"needs {size(needed)} of disk, {size(free)} are free: {counted(more, 'more checkpoint')} of "
@@ -96,6 +113,13 @@ def check_room(directory: Path, *, checkpoint_bytes: int, num_saves: int, keep: 
             where=str(directory),
             remedy="Free space, use an --output-dir on a larger disk, lower --keep, or save nothing with --keep 0.",
         )
+
+
+def _num_bytes(directory: Path) -> int:
+    """What removing a directory frees. Behind links nothing is removed."""
+    if directory.is_symlink():
+        return 0
+    return sum(os.lstat(os.path.join(at, name)).st_size for at, _, names in os.walk(directory) for name in names)
 
 
 def find_model(run: Path) -> Path:

@@ -232,7 +232,9 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int,
         held_out = np.arange(len(eval_store))
     elif recipe.validation:
         chosen, held_out = _hold_out(chosen, recipe)
-    sizes = {"batch_size": recipe.batch_size, "rows_at_once": recipe.rows_at_once, "pad_id": pad_id(tokenizer)}
+    filler = pad_id(tokenizer)
+    filler = filler if filler < vocab_size else 0  # a padding token that was added has no row of its own; any id does
+    sizes = {"batch_size": recipe.batch_size, "rows_at_once": recipe.rows_at_once, "pad_id": filler}
     seed = recipe.seed if recipe.shuffle else None
     fixed_length = recipe.max_length if recipe.compile else 0
     train = Loader(store, _pack(store, chosen, recipe), **sizes, seed=seed, fixed_length=fixed_length)

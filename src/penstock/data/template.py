@@ -272,7 +272,8 @@ class ChatTemplate:
         for i, turn in enumerate(turns):
             if turn.role != "assistant":
                 continue
-            place, thought, answer = self._place(text, turns, i, at), *_parts(turn.content)
+            place = self._place(text, turns, i, at)
+            thought, answer = _parts(turn.content)
             if place is None:
                 what = f"the chat template changes the response of turn {i + 1} beyond recognition"
                 raise DataError(what, where=where, remedy="Use --template alpaca or --template none.")

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import RecipeError
+from penstock.errors import RecipeError, UserError
 from penstock.hardware import near_cores, usable_cores
 from penstock.offload.shards import sum_over
 
@@ -57,13 +57,20 @@ class World:
         return f"{self.size} x " if self.many else ""
 
     def share(self, make: Callable[[], T]) -> T:
-        """What `make` gives on rank 0, on all ranks. Only rank 0 calls it; if it fails there, the run is over."""
+        """What `make` gives on rank 0, on all ranks. Only rank 0 calls it; what it refuses is refused by all."""
         if not self.many:
             return make()
-        box = [make() if self.first else None]
+        box: list[Any] = [None, None]
+        if self.first:
+            try:
+                box[0] = make()
+            except UserError as error:
+                box[1] = error
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        shared: T = box[0]  # type: ignore[assignment]
-        return shared
+        shared, refusal = box
+        if refusal is not None:
+            raise refusal
+        return shared  # type: ignore[no-any-return]
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:

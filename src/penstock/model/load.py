@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -152,17 +153,26 @@ def quantization(config: PreTrainedConfig) -> str:
 
 
 def drop_dropout(config: PreTrainedConfig, say: Say) -> None:
-    """Train without dropout, whatever the config says.
+    """Train without dropout, of layers too, and without noise on what experts are chosen by, whatever the config says.
 
     A dropped-out step depends on how rows share a batch, so micro-batches would not add up to a batch and a packed row
-    would not equal its examples; and the flash kernels for packed rows have none.
+    would not equal its examples; and the flash kernels for packed rows have none. `check_logits` refuses what is left.
     """
     text = config.get_text_config()
     for name, value in list(vars(text).items()):
+        if not (isinstance(value, float) and value > 0):
+            continue
         used = not name.startswith(("classifier", "summary"))  # heads that a causal language model does not have
-        if used and ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float) and value > 0:
-            setattr(text, name, 0.0)
-            say(f"  {name} = {value} in the model's config is set to 0: Penstock trains without dropout")
+        if used and ("dropout" in name or name.endswith("_pdrop")):
+            kind = "dropout"
+        elif "layerdrop" in name or name == "layer_drop":
+            kind = "dropout of layers"
+        elif name.endswith("jitter_noise") and text.model_type != "phimoe":  # there it weighs experts in inference too
+            kind = "noise"
+        else:
+            continue
+        setattr(text, name, 0.0)
+        say(f"  {name} = {value} in the model's config is set to 0: Penstock trains without {kind}")
 
 
 def _random_model(recipe: Recipe, config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
@@ -237,8 +247,10 @@ def _gguf_model(
     recipe: Recipe, config: PreTrainedConfig, source: Source, device: torch.device, say: Say
 ) -> PreTrainedModel:
     """A GGUF file, dequantized. This one is not streamed: transformers unpacks it in host memory first."""
-    say(f"  unpacking {source.gguf_file}; its weights keep the precision that they were quantized to")
+    where = source.directory / (source.gguf_file or "")
     try:
+        refuse_lost_scaling(where, config)
+        say(f"  unpacking {source.gguf_file}; its weights keep the precision that they were quantized to")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.directory,
             config=config,
@@ -249,14 +261,33 @@ def _gguf_model(
             **_gguf_settings(),
         )
     except (RuntimeError, ValueError, OSError, ImportError) as error:
-        where = str(source.directory / (source.gguf_file or ""))
         remedy = "Take the model that it was made from, or another file: transformers unpacks some kinds only."
-        raise ModelError(f"the GGUF file cannot be loaded: {error}", where=where, remedy=remedy) from error
+        raise ModelError(f"the GGUF file cannot be loaded: {error}", where=str(where), remedy=remedy) from error
     model, info = loaded
     assert isinstance(model, PreTrainedModel)
     refuse_gaps(source, info, say)
     _forget_quantization(model)
     return model
+
+
+def refuse_lost_scaling(path: Path, config: PreTrainedConfig) -> None:
+    """The file's scaling of positions must have come into the config.
+
+    llama.cpp keeps that of Llama 3.1 and later as a tensor, `rope_freqs.weight`, and others under keys of their own.
+    transformers reads neither for most models, and would train with other positions than the model was made with.
+    """
+    from gguf import GGUFReader  # needed for GGUF files only
+
+    reader = GGUFReader(path)
+    found = [t.name for t in reader.tensors if t.name.startswith(("rope_freqs", "rope_factors"))]
+    fields = {name: field.contents() for name, field in reader.fields.items() if name.endswith(".rope.scaling.type")}
+    found += [f"{name} = {value}" for name, value in fields.items() if value != "none"]
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    by_layer = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    if found and all(one.get("rope_type", "default") == "default" for one in by_layer):
+        what = f"the file scales positions (RoPE: {_some(found)}), and transformers leaves that out"
+        remedy = "Take the model that the file was made from."
+        raise ModelError(what, where=str(path), remedy=remedy)
 
 
 def _gguf_settings() -> dict[str, Any]:

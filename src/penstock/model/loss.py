@@ -64,18 +64,26 @@ def check_logits(model: PreTrainedModel, units: Units) -> None:
 
     Some models divide, cap or otherwise treat their logits after the head, each in its own way and under its own config
     names. A loss that misses one trains quietly in the wrong direction.
+
+    And prove that they are the same while the model trains: what is drawn at random differs between micro-batches.
     """
     device = units.head.weight.device
     ids = torch.arange(8, device=device).view(1, 8) % units.head.weight.shape[0]
     positions = torch.arange(8, device=device).view(1, 8)
     segments = Segments.of((0, 8), device)
     was_training = model.training
+
+    def logits() -> Tensor:
+        """Shards are gathered in a call."""
+        return call_as(model, lambda ids: _plain_logits(units, ids, positions, segments), ids)
+
     model.eval()
     try:
-        # Shards are gathered in a call.
-        ours = call_as(model, lambda ids: _plain_logits(units, ids, positions, segments), ids)
+        ours = logits()
         inputs = attention_inputs(units.backbone.config, (1, 8), units.backbone.dtype, segments)
         theirs = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits.float()
+        model.train()
+        training = logits()
     finally:
         model.train(was_training)
     tolerance = (1e-4 if units.backbone.dtype == torch.float32 else 2e-2) * float(theirs.abs().max())
@@ -85,6 +93,13 @@ def check_logits(model: PreTrainedModel, units: Units) -> None:
             f"up to {float((ours - theirs[0]).abs().max()):.3g}, so the loss would be wrong",
             where=type(model).__name__,
             remedy="It cannot be trained with this version; please report its name.",
+        )
+    if not torch.allclose(training, ours, rtol=0, atol=tolerance):
+        raise ModelError(
+            f"computes otherwise while it trains, as if it drew at random (as PhiMoE does to choose experts): its "
+            f"logits differ by up to {float((training - ours).abs().max()):.3g}, so micro-batches would not add up",
+            where=type(model).__name__,
+            remedy="It cannot be trained with this version.",
         )
 
 

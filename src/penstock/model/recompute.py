@@ -8,17 +8,25 @@ What is worth computing again is what takes much memory for little time. A produ
 over its inner size, so all products over the model's width are alike; those that widen (the first of an MLP, and
 experts) are most of a layer. Of qwen3-14b, 4 x 4096 tokens, they hold 1.1 of 1.9 GB a layer and take 7.8 ms; the whole
 layer takes 18 ms.
+
+What is kept must not be written over before it is replayed. torch looks for that by version counters and misses it
+where `matmul` gave the product, because its result is a view with a counter of its own: gradients of gemma3n_text,
+which adds to such a product in place, were off by up to 99 %. So storages are compared here, and such a layer gets
+`full`, whose replay starts from nothing but the layer's inputs.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # registers its operation
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from penstock.recipe import Dial
@@ -37,6 +45,7 @@ PRODUCTS = _MATRIX | _ATTENTION | {_aten._grouped_mm.default}
 """Matrix products and attention: nearly all the time of a layer, and half of what it keeps."""
 WIDENS = 2
 """A product whose result is more than so many times as wide as what went in is computed again by `selected`."""
+_CHANGED = "layers that change a product in place get `full` where `selected` was asked for, which is slower"
 
 
 def set_recompute(layers: Sequence[nn.Module], chosen: Sequence[Dial]) -> None:
@@ -47,7 +56,7 @@ def set_recompute(layers: Sequence[nn.Module], chosen: Sequence[Dial]) -> None:
     for layer, dial in zip(layers, chosen, strict=True):
         _keep(layer)
         if dial != "none":
-            layer.forward = _Recomputed(layer.forward, {} if dial == "full" else {"context_fn": keeping_narrow})
+            layer.forward = Recomputed(layer.forward, dial)
 
 
 def keeping_products() -> Any:
@@ -58,6 +67,38 @@ def keeping_products() -> Any:
 def keeping_narrow() -> Any:
     """The same, but products that widen, and those of experts, are repeated too."""
     return create_selective_checkpoint_contexts(lambda _, operation, *args, **kwargs: _saved(_narrow(operation, args)))
+
+
+class _Watch(TorchDispatchMode):
+    """Looks for operations that write into what `keeping_narrow` keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+        self._kept = set[int]()  # what is kept stays allocated, so that no other storage gets its address
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(operation, torch._ops.OpOverload):  # one of higher order, which keeps nothing here
+            return operation(*args, **kwargs)
+        if operation._schema.is_mutable and not self._kept.isdisjoint(_storages(_written(operation, args, kwargs))):
+            self.found = True
+        result = operation(*args, **kwargs)
+        if _narrow(operation, args):
+            self._kept |= _storages(result)
+        return result
+
+
+def _written(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes into."""
+    named = {declared.name: value for declared, value in zip(operation._schema.arguments, args, strict=False)} | kwargs
+    changes = [declared.name for declared in operation._schema.arguments if declared.is_write]
+    return [named[name] for name in changes if name in named]
+
+
+def _storages(tensors: Any) -> set[int]:
+    """Addresses of their memory, whatever part of it they view."""
+    return {x.untyped_storage().data_ptr() for x in tree_leaves(tensors) if isinstance(x, Tensor) and x.numel()}
 
 
 def _narrow(operation: Any, args: Sequence[Any]) -> bool:
@@ -74,20 +115,35 @@ def _saved(yes: bool) -> CheckpointPolicy:
 def _keep(layer: nn.Module) -> None:
     """Undo the wrapping, to the class's own forward or to whatever had replaced it (a compiled one)."""
     wrapped = vars(layer).get("forward")
-    if isinstance(wrapped, _Recomputed):
+    if isinstance(wrapped, Recomputed):
         del layer.forward
         if layer.forward != wrapped.inner:
             layer.forward = wrapped.inner
 
 
-class _Recomputed:
-    """A forward whose activations are dropped and computed again in backward."""
+class Recomputed:
+    """A forward whose activations are dropped and computed again in backward: `full` or `selected`."""
 
-    def __init__(self, inner: Callable[..., Any], how: dict[str, Any]) -> None:
+    def __init__(self, inner: Callable[..., Any], dial: Dial) -> None:
         functools.update_wrapper(self, inner)  # transformers reads the signatures of forwards
-        self.inner, self._how = inner, how
+        self.inner, self._dial, self._watched = inner, dial, dial == "full"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `inner`. A layer whose first forward changes what `selected` keeps gets `full`."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        return checkpoint(self.inner, *args, use_reentrant=False, **self._how, **kwargs)
+        if not self._watched:
+            self._watched = True
+            with _Watch() as watch:
+                result = self._selected(*args, **kwargs)
+            if not watch.found:
+                return result
+            del result  # and with it what was kept
+            warnings.warn(_CHANGED, stacklevel=1)
+            self._dial = "full"
+        if self._dial == "selected":
+            return self._selected(*args, **kwargs)
+        return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+
+    def _selected(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.inner, *args, use_reentrant=False, context_fn=keeping_narrow, **kwargs)

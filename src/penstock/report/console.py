@@ -5,6 +5,7 @@ With --json the lines go to standard error, so that standard output holds exactl
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -32,11 +33,22 @@ class Phase:
     num_bytes: int = 0
 
 
+class _Lines(RichConsole):
+    """Rich's console, which would end the process when whoever reads its lines is gone, such as `head`."""
+
+    def on_broken_pipe(self) -> None:
+        """A run is worth more than its lines: they go nowhere from here on."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())  # what others print there would fail too, and so would Python at its end
+        os.close(nowhere)
+
+
 class Console:
     """Where lines for people go."""
 
     def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
-        self.rich = RichConsole(file=sys.stderr if json else sys.stdout, highlight=False, quiet=quiet, soft_wrap=True)
+        self.rich = _Lines(file=sys.stderr if json else sys.stdout, highlight=False, quiet=quiet, soft_wrap=True)
         self._json, self._showing = json, False
         self._panel: Panel | None = None
 
