@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.engine.ranks import ALONE, World, find_world
+from penstock.engine.ranks import ALONE, World, find_world, first_machine
 from penstock.errors import RecipeError
 from penstock.launch import check_batch
 
@@ -72,3 +72,18 @@ def test_one_rank_has_no_process_group_and_no_dtensor(ranks):
     (alone,) = ranks("agreement", 1)
     assert not alone["groups"]
     assert sorted(alone["before"]) == alone["cores"]
+
+
+@pytest.mark.parametrize(
+    ("machines", "first"),
+    [
+        ("node7,other", "node7"),
+        ("node[01-04,07],other", "node01"),
+        ("gpu[3,5-6]-ib", "gpu3-ib"),
+        ("a-b1.example.org", "a-b1.example.org"),
+    ],
+)
+def test_the_first_machine_of_a_slurm_step_is_where_ranks_meet(machines, first):
+    step = {"SLURM_STEP_NODELIST": machines, "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}
+    assert first_machine({**step, "SLURM_STEP_NUM_NODES": "2"}) == first
+    assert first_machine({**step, "SLURM_STEP_NUM_NODES": "1"}) == first_machine({}) == "127.0.0.1"

@@ -9,6 +9,7 @@ waiting for their GPUs, and checkpoints.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,15 +137,27 @@ def _number(text: str) -> int:
     return int(digits)
 
 
+def first_machine(environment: Mapping[str, str]) -> str:
+    """Where rank 0 of a SLURM step is: the first of its machines, which are written as `node[01-04,07],other`.
+
+    `SLURM_LAUNCH_NODE_IPADDR` was rejected: it is where srun was called, and that may be a login node.
+    """
+    machines = environment.get("SLURM_STEP_NODELIST", "")
+    if environment.get("SLURM_STEP_NUM_NODES", "1") == "1" or not machines:
+        return "127.0.0.1"
+    parts = re.match(r"([^,\[]*)(?:\[([^],-]+)[^]]*\])?([^,\[]*)", machines)
+    assert parts is not None, "it matches the empty string"
+    return "".join(part or "" for part in parts.groups())
+
+
 @contextmanager
 def joined(world: World, device: torch.device) -> Iterator[None]:
     """The ranks know each other inside. A rank that leaves by an error does not wait for the others."""
     if not world.many:
         yield
         return
-    if "MASTER_ADDR" not in os.environ:  # srun says where it was started, which is the first machine of the job
-        os.environ["MASTER_ADDR"] = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
-        os.environ["MASTER_PORT"] = str(29_500 + int(os.environ.get("SLURM_JOB_ID", "0")) % 1_000)
+    os.environ.setdefault("MASTER_ADDR", first_machine(os.environ))
+    os.environ.setdefault("MASTER_PORT", str(29_500 + int(os.environ.get("SLURM_JOB_ID", "0")) % 1_000))
     if device.type == "cuda":
         torch.cuda.set_device(device)  # or every rank would make a context on the first GPU
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
