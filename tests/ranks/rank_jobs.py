@@ -118,6 +118,11 @@ def train(configs, steps=2, slow=False):
     return found
 
 
+def whole_numbers(shape, generator):
+    """Random numbers of 16 bits over 2^14, the same on every machine."""
+    return torch.randint(-(2**15), 2**15, tuple(shape), generator=generator).float() / 2**14
+
+
 class Plain(nn.Module):
     """Parameters whose shards begin at blocks of int8; of four ranks the last has nothing of `small`."""
 
@@ -126,7 +131,7 @@ class Plain(nn.Module):
         self.layers = nn.ModuleList(nn.Module() for _ in shapes)
         generator = torch.Generator().manual_seed(3)
         for layer, shape in zip(self.layers, shapes, strict=True):
-            layer.weight = nn.Parameter(torch.randn(shape, generator=generator).bfloat16())
+            layer.weight = nn.Parameter(whole_numbers(shape, generator).bfloat16())
 
 
 def updates(states, home, schedule="after-norm", shapes=((64, 512), (3, 256), (1024,)), bad_rank=None, steps=4):
@@ -149,7 +154,7 @@ def updates(states, home, schedule="after-norm", shapes=((64, 512), (3, 256), (1
         taken = []
         for step in range(steps):
             for p in model.parameters():
-                gradient = torch.randn(p.shape, generator=generator).bfloat16()
+                gradient = whole_numbers(p.shape, generator).bfloat16()
                 start, own = local_start(p), local(p)
                 part = gradient.view(-1)[start : start + own.numel()].view(own.shape).clone()
                 if bad_rank == world.rank and step == 1 and p.ndim == 1:

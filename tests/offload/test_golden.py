@@ -1,0 +1,40 @@
+"""The bits that must not change by themselves: see `golden.py`."""
+
+import json
+
+import golden
+import pytest
+
+from penstock.offload.optimizer import OffloadAdamW
+
+WRITTEN = json.loads(golden.FILE.read_text())
+
+
+def digests(homes):
+    """The digest of every case, with state in these homes."""
+
+    def one(states, update, accumulation):
+        clip = 1.0 if update == "after-norm" else 0.0
+
+        def make(model, groups, micro_batches):
+            return OffloadAdamW(
+                model, params=groups, max_grad_norm=clip, states=states, homes=homes, schedule=update, chunk_size=512,
+                micro_batches=micro_batches,
+            )  # fmt: skip
+
+        return golden.train(make, update, accumulation)
+
+    return {name: one(*case) for name, case in golden.cases()}
+
+
+@pytest.mark.parametrize("homes", golden.HOMES, ids=str)
+def test_no_bit_has_changed(homes):
+    assert digests(homes) == {name: WRITTEN[name] for name, _ in golden.cases()}
+
+
+@pytest.mark.parametrize("home", ["gpu", "stream", "host"])
+@pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
+def test_no_bit_has_changed_on_two_ranks(ranks, states, home):
+    results = ranks("updates", 2, states=states, home=home)
+    pieces = [piece for result in results for name in sorted(result["pieces"]) for piece in result["pieces"][name]]
+    assert golden.digest([*pieces, *(result["norm"] for result in results)]) == WRITTEN[f"two ranks {states}"]
