@@ -21,13 +21,13 @@ import yaml
 from penstock.data.loader import Position
 from penstock.engine.native import NativeEngine, decay_groups
 from penstock.engine.packed import PackedModel
-from penstock.hardware import describe, pick_device
+from penstock.machine.hardware import describe, pick_device
 from penstock.model.load import load_model
-from penstock.preparation import prepare_run
-from penstock.presets import PRESETS
-from penstock.recipe import with_values
+from penstock.recipe.presets import PRESETS
+from penstock.recipe.recipe import with_values
 from penstock.report.console import Console
-from penstock.train import lr_at
+from penstock.run.preparation import prepare_run
+from penstock.run.train import lr_at
 
 MIX = "gpu=0.4,stream=0.3,host=0.3"
 HOMES = ("gpu", "stream", "host", MIX)

@@ -21,11 +21,11 @@ from penstock.engine.deepspeed import DeepSpeedEngine
 from penstock.engine.native import NativeEngine
 from penstock.engine.trial import full_batch
 from penstock.model.load import load_config, load_model
-from penstock.preparation import prepare_run
-from penstock.presets import PRESETS
-from penstock.recipe import with_values
+from penstock.recipe.presets import PRESETS
+from penstock.recipe.recipe import with_values
 from penstock.report.console import Console
-from penstock.train import lr_at
+from penstock.run.preparation import prepare_run
+from penstock.run.train import lr_at
 
 
 def say(text):

@@ -24,12 +24,12 @@ def measure(kind: str, preset: str, batch_size: int, micro: int, steps: int) -> 
     import torch
     import torch.distributed as dist
 
+    from penstock.engine.fsdp import load_for_ranks
     from penstock.engine.native import NativeEngine
-    from penstock.engine.sharded import load_for_ranks
     from penstock.engine.trial import full_batch
-    from penstock.hardware import pick_device, pick_dtype
+    from penstock.machine.hardware import pick_device, pick_dtype
     from penstock.model.load import load_config, load_model
-    from penstock.presets import PRESETS
+    from penstock.recipe.presets import PRESETS
 
     device = pick_device("auto")
     dtype = pick_dtype("auto", device)

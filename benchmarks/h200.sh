@@ -16,8 +16,8 @@ export PYTHONPATH=src:build/pkgs PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expa
 mkdir -p build
 [ -d .gpu-wheels ] && pip install -q --no-index --no-deps --target build/pkgs .gpu-wheels/*.whl > build/pip.log 2>&1
 suffix=$(python3 -c 'import importlib.machinery as m; print(m.EXTENSION_SUFFIXES[0])')
-gcc -O3 -ffp-contract=off -fno-math-errno -shared -fPIC -o "src/penstock/offload/_host_kernel$suffix" \
-  src/penstock/offload/host_*.c -lm -lpthread || exit 1
+gcc -O3 -ffp-contract=off -fno-math-errno -shared -fPIC -o "src/penstock/update/_host_kernel$suffix" \
+  src/penstock/update/host_*.c -lm -lpthread || exit 1
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv > "$OUT/machine.txt"
 lscpu | grep -E 'Model name|^CPU\(s\)|NUMA node' >> "$OUT/machine.txt"
 free -g | head -2 >> "$OUT/machine.txt"
@@ -25,7 +25,7 @@ free -g | head -2 >> "$OUT/machine.txt"
 for job in "$@"; do
   echo "+ $job"
   case $job in
-    tests) timeout 300 python3 -m pytest -q -m gpu -p no:cacheprovider tests/offload tests/model tests/bench > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
+    tests) timeout 300 python3 -m pytest -q -m gpu -p no:cacheprovider tests > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
     curves) timeout 300 python3 benchmarks/curves.py measure "$OUT" > "$OUT/curves.log" 2>&1; tail -n 20 "$OUT/curves.log" ;;
     host) timeout 120 python3 benchmarks/host.py > "$OUT/host.log" 2>&1; tail -n 3 "$OUT/host.log" ;;
     *.py | *.py\ *) timeout 200 python3 benchmarks/$job > "$OUT/${job%%.py*}.log" 2>&1; echo "exit $?"; tail -n 24 "$OUT/${job%%.py*}.log" ;;

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from penstock.hardware import available_host_bytes, usable_cores
-from penstock.offload.arena import Arena
-from penstock.offload.formats import FORMATS
-from penstock.offload.kernels import NUM_COEFFICIENTS
-from penstock.offload.pool import Pool
+from penstock.flow.arena import Arena
+from penstock.machine.hardware import available_host_bytes, usable_cores
 from penstock.offload.rates import measure_rates
+from penstock.update.formats import FORMATS
+from penstock.update.host_threads import Pool
+from penstock.update.kernels import NUM_COEFFICIENTS
 
 
 def arena_rate() -> dict[str, float]:

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
+from penstock.bench.timing import median_seconds
 from penstock.data.loader import Position, prepare
 from penstock.engine.native import NativeEngine
 from penstock.engine.trial import full_batch
-from penstock.hardware import describe, pick_device, pick_dtype
+from penstock.machine.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model, load_tokenizer
-from penstock.offload.timing import median_seconds
-from penstock.presets import PRESETS
-from penstock.recipe import with_values
+from penstock.recipe.presets import PRESETS
+from penstock.recipe.recipe import with_values
 
 STEPS = 4
 

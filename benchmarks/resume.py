@@ -25,11 +25,11 @@ from penstock.checkpoint.store import NUM_THREADS, find, open_checkpoint, read_t
 from penstock.checkpoint.tensors import safetensors
 from penstock.engine.native import NativeEngine
 from penstock.engine.trial import full_batch
-from penstock.hardware import describe, pick_device, pick_dtype
+from penstock.machine.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model
-from penstock.preparation import make_repeatable
-from penstock.presets import PRESETS
-from penstock.recipe import parse_homes, with_values
+from penstock.recipe.presets import PRESETS
+from penstock.recipe.recipe import parse_homes, with_values
+from penstock.run.preparation import make_repeatable
 
 OUT = Path(os.environ.get("OUT", "."))
 STEPS = 3

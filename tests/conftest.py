@@ -22,7 +22,16 @@ hypothesis.settings.load_profile("house")
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 RANKS = Path(__file__).parent / "ranks"
-sys.path.insert(0, str(RANKS))  # for rank_jobs.py: pytest's importlib mode does not do it
+# For rank_jobs.py, small_net.py and golden.py: pytest's importlib mode does not do it.
+sys.path[:0] = [str(RANKS), str(Path(__file__).parent / "offload")]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Both devices; without a GPU the second is skipped."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU on this machine")
+    return request.param
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock import cli
-from penstock.presets import PRESETS
+from penstock.command import cli
+from penstock.recipe.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -7,11 +7,11 @@ import shutil
 import pytest
 import torch
 
-from penstock.hardware import pick_dtype
-from penstock.presets import PRESETS
-from penstock.recipe import FIELDS
+from penstock.machine.hardware import pick_dtype
+from penstock.recipe.presets import PRESETS
+from penstock.recipe.recipe import FIELDS
 from penstock.report.console import Console
-from penstock.train import train
+from penstock.run.train import train
 
 # How each field is changed. Where a change only shows beside another setting, that one is set in both runs.
 CHANGES = {
@@ -112,9 +112,9 @@ ELSEWHERE = {
     "revision": "tests/model/test_load.py",
     "data_split": "tests/data/test_source.py",
     "eval_split": "tests/data/test_loader.py",
-    "device": "tests/test_hardware.py",
-    "reduce_dtype": "tests/engine/test_sharded.py",
-    "skip_limit": "tests/test_progress.py",
+    "device": "tests/machine/test_hardware.py",
+    "reduce_dtype": "tests/engine/test_fsdp.py",
+    "skip_limit": "tests/run/test_progress.py",
     "track": "tests/report/test_trackers.py",
     "project": "tests/report/test_trackers.py",
     "tags": "tests/report/test_trackers.py",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.presets import PRESETS
+from penstock.recipe.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,7 +35,7 @@ def test_import_is_quick_and_pulls_in_no_torch():
 
 
 def test_the_command_parses_without_torch():
-    assert run_python("import sys, penstock.cli; print('torch' in sys.modules)").stdout.strip() == "False"
+    assert run_python("import sys, penstock.command.cli; print('torch' in sys.modules)").stdout.strip() == "False"
 
 
 def test_readme_names_every_preset():

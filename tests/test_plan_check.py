@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from penstock.cli import main
+from penstock.command.cli import main
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/2026-11-15-h200/rows.jsonl"

@@ -1,5 +1,5 @@
 """`python -m penstock`."""
 
-from penstock.cli import run
+from penstock.command.cli import run
 
 run()

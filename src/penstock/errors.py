@@ -83,3 +83,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     choices = sorted(known)
     near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(choices)}."
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 row`, `1,200 rows`."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def size(num_bytes: float) -> str:
+    """`37 MiB`, `1.5 GiB`."""
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:,.0f} MiB"

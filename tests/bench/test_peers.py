@@ -14,7 +14,7 @@ import torch
 
 from penstock.bench.peer_process import deepspeed_config
 from penstock.bench.peers import Peer, judge, peers_of, run_peer, run_process
-from penstock.presets import PRESETS
+from penstock.recipe.presets import PRESETS
 
 RECIPE = dataclasses.replace(PRESETS["demo"], init="random", batch_size=2, max_length=32, device="cpu")
 

@@ -10,7 +10,7 @@ import torch
 from penstock.bench.run import Asked, Case, bench, default_directory, flops_of_step, split_batch, variants
 from penstock.errors import RecipeError
 from penstock.model.load import load_config, load_model
-from penstock.presets import PRESETS
+from penstock.recipe.presets import PRESETS
 
 SHAPE = "num_hidden_layers=2,hidden_size=32,intermediate_size=48,vocab_size=300,num_attention_heads=4"
 TINY = dataclasses.replace(

@@ -70,7 +70,7 @@ if __name__ == "__main__":
     answers = os.dup(1)
     os.dup2(2, 1)
     torch.set_num_threads(1)
-    from penstock.cli import main
+    from penstock.command.cli import main
 
     assert main(json.loads(sys.argv[1])) == 0, "the run that warms everything up"
     os.write(answers, b"0\n")

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from penstock.checkpoint.export import PROBE, _compare, export, export_run, logits_of, mend_generation
 from penstock.errors import CheckpointError, Diverged, DoesNotFit, OutputError, RecipeError
 from penstock.model.load import load_config, load_model
-from penstock.presets import PRESETS
-from penstock.recipe import Recipe
+from penstock.recipe.presets import PRESETS
+from penstock.recipe.recipe import Recipe
 from penstock.report.console import Console
-from penstock.train import train
+from penstock.run.train import train
 
 DEMO = str(files("penstock.demo") / "model")
 
@@ -135,7 +135,7 @@ def test_a_checkpoint_with_such_a_generation_config_is_exported(tmp_path, monkey
     run, changes = tmp_path / "run", {"max_steps": 1, "batch_size": 1, "prompt": None, "dtype": "fp32"}
     recipe = replace(PRESETS["demo"], model=str(tmp_path / "old"), output_dir=str(run), **changes)
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.train.mend_generation", lambda *_: None)
+        patch.setattr("penstock.run.train.mend_generation", lambda *_: None)
         with pytest.raises(ValueError, match="GenerationConfig is invalid"):
             train(recipe, Console(quiet=True))
     export_run(run, tmp_path / "out", shard_size="5GB", say=lambda _: None)

@@ -18,7 +18,7 @@ from penstock.checkpoint.resume import (
     set_rng_state,
 )
 from penstock.errors import CheckpointError
-from penstock.recipe import FIELDS
+from penstock.recipe.recipe import FIELDS
 
 
 def draw():

@@ -8,8 +8,8 @@ import torch
 from penstock.checkpoint.run_dir import check_room, check_run_dir, find_model, make_run_dir, run_recipe
 from penstock.checkpoint.store import save
 from penstock.errors import CheckpointError, DoesNotFit, OutputError
-from penstock.offload.state import whole
-from penstock.recipe import Recipe
+from penstock.offload.saved_tensors import whole
+from penstock.recipe.recipe import Recipe
 
 
 def test_a_new_and_an_empty_directory_are_fine_and_nothing_is_made(tmp_path):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from penstock.checkpoint import store
 from penstock.checkpoint.store import find, open_checkpoint, prune, read_document, read_tensors, save, sweep, verify
 from penstock.errors import CheckpointError
-from penstock.offload.state import SavedTensor, whole
+from penstock.offload.saved_tensors import SavedTensor, whole
 
 
 def quiet(_):

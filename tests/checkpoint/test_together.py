@@ -10,7 +10,7 @@ import torch.distributed as dist
 from penstock.checkpoint.store import find, open_checkpoint, read_document, read_tensors, verify
 from penstock.checkpoint.together import save_together
 from penstock.engine.ranks import World
-from penstock.offload.state import SavedTensor, whole
+from penstock.offload.saved_tensors import SavedTensor, whole
 
 
 def rank_saves(rank, size, store, directory, broken, results):

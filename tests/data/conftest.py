@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from penstock.recipe import Recipe
+from penstock.recipe.recipe import Recipe
 
 LINES = ["The capital of France is Paris.", "Two and two make four.", "### Instruction:\n### Input:\n### Response:\n"]
 

@@ -14,7 +14,7 @@ from penstock.data.files import Row
 from penstock.data.source import Source, open_source
 from penstock.data.store import notes, open_store
 from penstock.errors import DataError, ModelError
-from penstock.recipe import Recipe
+from penstock.recipe.recipe import Recipe
 
 
 def quiet(_):

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from penstock.data.loader import prepare
 from penstock.data.preview import Tokens, show, summary, visible
-from penstock.words import counted
+from penstock.errors import counted
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.cache import cache_dir
 from penstock.data import store as store_module
 from penstock.data.source import open_source
 from penstock.data.store import notes, open_store
 from penstock.errors import DataError, DoesNotFit
-from penstock.recipe import Recipe
+from penstock.machine.cache import cache_dir
+from penstock.recipe.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -6,7 +6,7 @@ from penstock.data.files import Row
 from penstock.data.template import Template, pad_id, prompt_text
 from penstock.data.turns import Dropped
 from penstock.errors import DataError, ModelError
-from penstock.recipe import Recipe
+from penstock.recipe.recipe import Recipe
 
 
 def messages(*contents, system=None):

@@ -16,7 +16,7 @@ from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import find_world, joined
 from penstock.engine.trial import full_batch
 from penstock.model.load import load_config, load_model
-from penstock.presets import PRESETS
+from penstock.recipe.presets import PRESETS
 
 HEADS = "num_attention_heads=4,num_key_value_heads=2"
 SHAPES = {

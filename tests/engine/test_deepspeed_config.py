@@ -8,8 +8,8 @@ import pytest
 from penstock.engine.deepspeed_config import deepspeed_json
 from penstock.engine.ranks import World
 from penstock.errors import RecipeError
-from penstock.presets import PRESETS
-from penstock.recipe import Recipe
+from penstock.recipe.presets import PRESETS
+from penstock.recipe.recipe import Recipe
 
 THEIRS = Recipe(engine="deepspeed", dtype="bf16")
 

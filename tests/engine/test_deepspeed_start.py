@@ -14,7 +14,7 @@ from penstock.engine.deepspeed_start import (
 )
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import RecipeError
-from penstock.recipe import Recipe
+from penstock.recipe.recipe import Recipe
 
 SUPER, ZERO = Recipe(engine="deepspeed"), Recipe(engine="deepspeed", mode="zerooffload")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

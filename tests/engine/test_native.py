@@ -11,8 +11,8 @@ from penstock.engine.native import NativeEngine, decay_groups
 from penstock.engine.trial import full_batch
 from penstock.errors import DoesNotFit
 from penstock.model.load import load_config, load_model, load_tokenizer
-from penstock.offload.kernels import join
-from penstock.presets import PRESETS
+from penstock.recipe.presets import PRESETS
+from penstock.update.kernels import join
 
 TINY = {
     "llama-8b": "num_attention_heads=4,num_key_value_heads=2",

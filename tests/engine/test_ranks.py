@@ -5,7 +5,7 @@ import torch
 
 from penstock.engine.ranks import ALONE, World, find_world, first_machine
 from penstock.errors import RecipeError
-from penstock.launch import check_batch
+from penstock.machine.launch import check_batch
 
 
 def test_without_a_starter_a_process_is_alone():

@@ -13,7 +13,7 @@ from penstock.model.recompute import set_recompute
 from penstock.model.units import find_units
 from penstock.offload.optimizer import OffloadAdamW
 from penstock.offload.units import Unit
-from penstock.recipe import dials
+from penstock.recipe.recipe import dials
 
 
 @pytest.fixture(autouse=True)

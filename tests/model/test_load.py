@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMa
 from penstock.errors import ModelError
 from penstock.model.load import drop_dropout, load_config, load_model, load_tokenizer, refuse_lost_scaling
 from penstock.model.units import find_units
-from penstock.recipe import Recipe
+from penstock.recipe.recipe import Recipe
 
 CPU = torch.device("cpu")
 
@@ -121,7 +121,7 @@ MEMORY = """
     import sys
     import torch
     from penstock.model.load import load_config, load_model
-    from penstock.recipe import Recipe
+    from penstock.recipe.recipe import Recipe
 
     def status(field):
         return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))

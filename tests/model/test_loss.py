@@ -15,7 +15,7 @@ from penstock.model.load import drop_dropout
 from penstock.model.loss import check_logits, loss_sum, packed_loss
 from penstock.model.recompute import set_recompute
 from penstock.model.units import find_units
-from penstock.recipe import dials
+from penstock.recipe.recipe import dials
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

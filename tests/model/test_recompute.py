@@ -10,7 +10,7 @@ from penstock.model.attention import use_attention
 from penstock.model.loss import packed_loss
 from penstock.model.recompute import PRODUCTS, Recomputed, set_recompute
 from penstock.model.units import find_units
-from penstock.recipe import dials
+from penstock.recipe.recipe import dials
 
 
 def gradients(model, choice):

@@ -46,9 +46,7 @@ class Model(nn.Module):
         generator = torch.Generator().manual_seed(11)
         self.first = Elementwise((53, 41), dtype=torch.bfloat16, generator=generator)
         shapes = ((64, 96), (96,), (37, 30))
-        self.layers = nn.ModuleList(
-            Elementwise(*shapes, dtype=torch.bfloat16, generator=generator) for _ in range(3)
-        )
+        self.layers = nn.ModuleList(Elementwise(*shapes, dtype=torch.bfloat16, generator=generator) for _ in range(3))
         self.last = Elementwise((29, 31), (7,), dtype=torch.float32, generator=generator)
 
     def forward(self, scale):

@@ -12,7 +12,8 @@ from torch import nn
 from penstock.errors import RecipeError
 from penstock.offload import homes as homes_module
 from penstock.offload.optimizer import OffloadAdamW
-from penstock.offload.pool import Pool
+from penstock.update.host_threads import Pool
+from penstock.update.kernels import split
 
 
 @pytest.fixture
@@ -80,8 +81,8 @@ def test_a_part_is_saved_and_loaded_like_the_whole(homes, device, slow):
     loss_of(model, batches(1, device)[0]).backward()
     optimizer.step()
     optimizer.synchronize()
-    assert all(torch.equal(m.to(torch.bfloat16), w.to(torch.bfloat16))
-               for m, w in zip(masters(optimizer), weights(model), strict=True))  # fmt: skip
+    # Rounded half away from zero, as weights are: `to(bfloat16)` rounds half to even, and ties do occur.
+    assert same([split(master)[0] for master in masters(optimizer)], [weight.bfloat16() for weight in weights(model)])
 
 
 def test_a_copy_of_the_model_is_nobodys_business():

@@ -2,10 +2,10 @@
 
 import torch
 
-from penstock.offload.formats import FORMATS
+from penstock.flow.lanes import Lane, Mark, Tape, ToHost
 from penstock.offload.homes import Chunk, Coefficients, StreamHome, Update
-from penstock.offload.kernels import NUM_COEFFICIENTS
-from penstock.offload.lanes import Lane, Mark, Tape, ToHost
+from penstock.update.formats import FORMATS
+from penstock.update.kernels import NUM_COEFFICIENTS
 
 CPU = torch.device("cpu")
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.offload.formats import FORMATS
+from penstock.flow.lanes import Tape
 from penstock.offload.housing import Housing
-from penstock.offload.lanes import Tape
+from penstock.update.formats import FORMATS
 
 SHARES = {"gpu": 0.4, "stream": 0.3, "host": 0.3}
 

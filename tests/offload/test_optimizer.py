@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from small_net import HOMES, Net, assert_same, batches, loss_of, run
 from torch import nn
 
-from penstock.offload.formats import FORMATS
 from penstock.offload.optimizer import OffloadAdamW
+from penstock.update.formats import FORMATS
 
 all_formats = pytest.mark.parametrize("states", FORMATS)
 
@@ -39,7 +39,7 @@ def test_homes_give_the_same_bits(homes, clip, dtype, states, device):
 def test_chunking_overlap_and_threads_change_no_bit(states, chunk_size, homes, overlap, cores, part):
     plain = run(steps=3, states=states)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.offload.pool.PART", part)  # elements that one thread takes at a time
+        patch.setattr("penstock.update.host_threads.PART", part)  # elements that one thread takes at a time
         options = {"homes": homes, "chunk_size": chunk_size, "overlap": overlap, "cpu_adam_cores": cores}
         assert_same(plain, run(steps=3, states=states, **options))
 
@@ -365,7 +365,7 @@ def test_weights_loaded_into_the_model_are_the_new_masters(homes, device):
 def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
     others, model = set(threading.enumerate()), Net()
     optimizer = OffloadAdamW(model, homes={"host": 0.5, "stream": 0.5}, chunk_size=100)
-    monkeypatch.setattr("penstock.offload.pool.Pool.begin", lambda *_: 1 / 0)
+    monkeypatch.setattr("penstock.update.host_threads.Pool.begin", lambda *_: 1 / 0)
     loss_of(model, batches(1)[0]).backward()
     optimizer.step()
     with pytest.raises(ZeroDivisionError):

@@ -5,10 +5,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.errors import ModelError, RecipeError
-from penstock.layout import parameters
 from penstock.plan.architecture import KNOWN, architecture_of, from_config
-from penstock.presets import ARCHITECTURES, PRESETS
-from penstock.recipe import Recipe
+from penstock.plan.layout import parameters
+from penstock.recipe.presets import ARCHITECTURES, PRESETS
+from penstock.recipe.recipe import Recipe
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -13,8 +13,8 @@ from penstock.model.attention import VARLEN
 from penstock.plan import memory
 from penstock.plan.architecture import from_config
 from penstock.plan.memory import Work, disk, passing, saved_in_layer
-from penstock.presets import ARCHITECTURES
-from penstock.recipe import Recipe
+from penstock.recipe.presets import ARCHITECTURES
+from penstock.recipe.recipe import Recipe
 
 QWEN3_14B, LLAMA_8B = ARCHITECTURES["Qwen/Qwen3-14B"], ARCHITECTURES["meta-llama/Llama-3.1-8B"]
 SHAPE = {

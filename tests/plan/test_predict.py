@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from penstock.layout import Buffer
-from penstock.machines import H200, MACHINES
+from penstock.machine.known import H200, MACHINES
 from penstock.plan import memory, speed
+from penstock.plan.layout import Buffer
 from penstock.plan.predict import Job, Settings, largest_parts, predict
-from penstock.presets import ARCHITECTURES, PRESETS, Architecture
+from penstock.recipe.presets import ARCHITECTURES, PRESETS, Architecture
 
 PHI_4 = ARCHITECTURES[PRESETS["phi-4"].model]
 QWEN3_14B, LLAMA_8B = ARCHITECTURES["Qwen/Qwen3-14B"], ARCHITECTURES["meta-llama/Llama-3.1-8B"]

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.cli import main
+from penstock.command.cli import main
+from penstock.data.run_length import run_length
 from penstock.errors import RecipeError
-from penstock.machines import H200, MACHINES
+from penstock.machine.known import H200, MACHINES
 from penstock.plan.report import (
     compare,
     lines,
@@ -25,11 +26,11 @@ from penstock.plan.report import (
     with_recompute,
     without_flags,
 )
-from penstock.presets import PRESETS
+from penstock.recipe.presets import PRESETS
 
 
 def test_the_report_has_every_part():
-    text = "\n".join(lines(make_report(PRESETS["qwen3-14b"], H200)))
+    text = "\n".join(lines(make_report(PRESETS["qwen3-14b"], H200, length=run_length(PRESETS["qwen3-14b"]))))
     for part in (
         "14.77 B parameters", "resident state", "streamed state", "host state", "weights", "gradients", "activations",
         "staging", "CUDA context", "Loading:", "Disk: 177.2 GB a checkpoint", "forward", "backward", "recompute",
@@ -181,7 +182,7 @@ def test_reality_is_compared_without_the_first_steps():
 def test_it_takes_under_a_second_and_no_torch(name):
     code = (
         "import sys, time; start = time.process_time();"
-        "from penstock.cli import main;"
+        "from penstock.command.cli import main;"
         f"code = main(['plan', {name!r}, '--gpu', 'gh200', '--gpus', '4']);"
         "assert 'torch' not in sys.modules, 'torch';"
         "seconds = time.process_time() - start; assert seconds < 1, seconds; sys.exit(code)"

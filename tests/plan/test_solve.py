@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.layout import STATE_FORMATS
-from penstock.machines import H200, MACHINES
+from penstock.machine.known import H200, MACHINES
+from penstock.plan.layout import STATE_FORMATS
 from penstock.plan.predict import Job, Settings, predict
 from penstock.plan.report import make_plan
 from penstock.plan.solve import EVERYTHING, Free, alternatives, cheapest_change, flags_between, plans, solve
-from penstock.presets import ARCHITECTURES, PRESETS, Architecture
+from penstock.recipe.presets import ARCHITECTURES, PRESETS, Architecture
 
 LLAMA_8B = ARCHITECTURES["meta-llama/Llama-3.1-8B"]
 REFERENCE = {  # superchips that the reference uses

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.machines import H200, MACHINES
+from penstock.machine.known import H200, MACHINES
 from penstock.plan import speed
 from penstock.plan.memory import Work
 from penstock.plan.speed import arithmetic, exchange_seconds, model_flops, update_seconds
-from penstock.presets import ARCHITECTURES, PRESETS
+from penstock.recipe.presets import ARCHITECTURES, PRESETS
 
 QWEN3_14B, LLAMA_8B = ARCHITECTURES["Qwen/Qwen3-14B"], ARCHITECTURES["meta-llama/Llama-3.1-8B"]
 PHI_4 = ARCHITECTURES[PRESETS["phi-4"].model]

@@ -18,23 +18,23 @@ from torch.distributed.utils import _to_kwargs
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import dynamic_module_utils
 
-import penstock.train
-from penstock.checkpoint import export_sharded
+import penstock.run.train
+from penstock.checkpoint import export_ranks
 from penstock.checkpoint.resume import model_fingerprint
 from penstock.data.loader import Position, prepare
+from penstock.engine.fsdp import load_for_ranks
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE, bind, find_world, joined
-from penstock.engine.sharded import load_for_ranks
 from penstock.errors import Interrupted, ModelError, RecipeError, UserError
 from penstock.model.attention import use_attention
 from penstock.model.load import load_config, load_model, load_tokenizer
-from penstock.model.sharded import _read
+from penstock.model.load_rows import _read
 from penstock.model.source import find_source
 from penstock.offload import homes
+from penstock.offload.dtensors import all_say, extents, local, local_start
 from penstock.offload.optimizer import OffloadAdamW
-from penstock.offload.shards import all_say, extents, local, local_start
-from penstock.offload.state import state_tensors
-from penstock.presets import PRESETS
+from penstock.offload.saved_tensors import state_tensors
+from penstock.recipe.presets import PRESETS
 from penstock.report.console import Console
 
 CPU = torch.device("cpu")
@@ -280,7 +280,7 @@ def refused(directory, method, gguf):
 def exporting(directory, preset, model="", modules=""):
     """Export a sharded model in small files, after a step's worth of change."""
     world = find_world()
-    export_sharded.FILE_BYTES = 40_000
+    export_ranks.FILE_BYTES = 40_000
     recipe = tiny(preset, init="random")
     if model:  # one with code of its own
         dynamic_module_utils.HF_MODULES_CACHE = f"{modules}-{world.rank}"
@@ -289,7 +289,7 @@ def exporting(directory, preset, model="", modules=""):
         model, _ = load(world, recipe)
         tokenizer = load_tokenizer(recipe)
         use_attention(model, "auto")
-        export_sharded.export_sharded(model, tokenizer, Path(directory), recipe, world, print)
+        export_ranks.export_sharded(model, tokenizer, Path(directory), recipe, world, print)
         return {name: whole(p) for name, p in model.named_parameters()}
 
 
@@ -306,7 +306,7 @@ def fingerprint(shapes):
 def refusing(directory, **options):
     """The error of a run whose directory the first rank refuses."""
     try:
-        penstock.train.train(tiny("demo", output_dir=directory), Console(quiet=True), world=find_world(), **options)
+        penstock.run.train.train(tiny("demo", output_dir=directory), Console(quiet=True), world=find_world(), **options)
     except UserError as error:
         return type(error).__name__, str(error)
 
@@ -316,7 +316,7 @@ def interrupting(directory):
 
     As with DeepSpeed, every rank has an engine that is not sharded; here one of its own, which knows no others.
     """
-    world, export = find_world(), penstock.train.export
+    world, export = find_world(), penstock.run.train.export
 
     def load(run, console, world):
         return load_model(run.recipe, run.config, CPU, silent), {}
@@ -332,13 +332,13 @@ def interrupting(directory):
         time.sleep(1)
         export(*args, **options)
 
-    steps, module = penstock.train.run_steps, penstock.train
+    steps, module = penstock.run.train.run_steps, penstock.run.train
     recipe = tiny("demo", output_dir=directory, keep=0, max_steps=3, prompt=None)
     with (
         mock.patch.multiple(module, load=load, start_engine=start_engine, run_steps=run_steps, export=slowly),
         mock.patch.object(module, "check_disk_of"),
     ):
         try:
-            penstock.train.train(recipe, Console(quiet=True), world=world)
+            penstock.run.train.train(recipe, Console(quiet=True), world=world)
         except Interrupted:
             return (Path(directory) / "model" / "config.json").exists()

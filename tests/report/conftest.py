@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from penstock.presets import PRESETS
+from penstock.recipe.presets import PRESETS
 from penstock.report.console import Console
-from penstock.train import train
+from penstock.run.train import train
 
 EVIL = "</script><script>document.title='broken'</script><img src=x onerror=alert(1)><!--"
 

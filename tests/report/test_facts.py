@@ -7,10 +7,10 @@ import shutil
 import pytest
 import torch
 
-from penstock.offload.lanes import Span
+from penstock.flow.lanes import Span
 from penstock.report.console import Console
 from penstock.report.facts import Environment, cut, environment
-from penstock.train import train
+from penstock.run.train import train
 
 
 def facts(run):

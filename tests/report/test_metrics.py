@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock.engine import StepResult
-from penstock.offload.lanes import Mark, ToHost
+from penstock.flow.lanes import Mark, ToHost
 from penstock.report.metrics import Metrics, StepFacts
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from penstock.cli import main
+from penstock.command.cli import main
 
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 

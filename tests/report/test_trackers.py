@@ -11,11 +11,11 @@ import threading
 import pytest
 
 from penstock.errors import RecipeError
-from penstock.recipe import Recipe
+from penstock.recipe.recipe import Recipe
 from penstock.report.console import Console
 from penstock.report.metrics import EvalRow, StepRow
 from penstock.report.trackers import Trackers, without_secrets
-from penstock.train import train
+from penstock.run.train import train
 
 
 def row(step, loss=1.0):
@@ -55,7 +55,7 @@ def test_wandb_offline_has_project_name_tags_and_rows(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
     code = """
 import sys
-from penstock.recipe import Recipe
+from penstock.recipe.recipe import Recipe
 from penstock.report.metrics import StepRow
 from penstock.report.trackers import Trackers
 recipe = Recipe(name="mine", output_dir=sys.argv[1], track="wandb", project="hydro", tags="one, two")
@@ -78,7 +78,7 @@ def test_trackio_has_project_name_and_rows(tmp_path):
     pytest.importorskip("trackio", reason="the extra `trackio` is not installed")
     code = """
 import sys
-from penstock.recipe import Recipe
+from penstock.recipe.recipe import Recipe
 from penstock.report.metrics import StepRow
 from penstock.report.trackers import Trackers
 recipe = Recipe(name="mine", output_dir=sys.argv[1], track="trackio", project="hydro", tags="one,two")

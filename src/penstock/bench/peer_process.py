@@ -23,10 +23,10 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock.bench.peers import Peer
-from penstock.hardware import pick_device
+from penstock.bench.timing import median_seconds
+from penstock.machine.hardware import pick_device
 from penstock.model.load import load_config, load_model
-from penstock.offload.timing import median_seconds
-from penstock.recipe import Recipe, with_values
+from penstock.recipe.recipe import Recipe, with_values
 
 Step = Callable[[], object]
 

@@ -23,10 +23,10 @@ from typing import Any
 
 import psutil
 
-from penstock.cache import cache_dir
 from penstock.errors import Interrupted
-from penstock.recipe import Recipe, to_dict
-from penstock.signals import handling
+from penstock.machine.cache import cache_dir
+from penstock.machine.signals import handling
+from penstock.recipe.recipe import Recipe, to_dict
 
 PEERS = ("deepspeed", "torchao", "flashoptim")
 MODES = ("superoffload", "zerooffload")

@@ -22,22 +22,22 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from penstock.bench.ceilings import Ceilings, measure_ceilings
 from penstock.bench.peers import CLIPS, STATES, Peer, peers_of, run_peer
 from penstock.bench.rows import Memory, Results, Row, table
+from penstock.bench.this_machine import this_machine
+from penstock.bench.timing import median_seconds
 from penstock.data.loader import MicroBatch
 from penstock.engine.native import NativeEngine
 from penstock.engine.packed import PackedModel
 from penstock.engine.trial import drop_gradient, full_batch
 from penstock.errors import DoesNotFit, RecipeError, UserError
-from penstock.hardware import describe, pick_compile, pick_device, pick_dtype
+from penstock.flow.lanes import Span
+from penstock.machine.hardware import describe, pick_compile, pick_device, pick_dtype
 from penstock.model.flops import flops_per_token
 from penstock.model.load import load_config, load_model
-from penstock.offload.ceilings import Ceilings, measure_ceilings
-from penstock.offload.lanes import Span
-from penstock.offload.timing import median_seconds
 from penstock.plan.report import with_recompute
-from penstock.probe import this_machine
-from penstock.recipe import Recipe
+from penstock.recipe.recipe import Recipe
 
 Say = Callable[[str], None]
 STEPS_ON_TAPE = 3

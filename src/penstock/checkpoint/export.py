@@ -30,11 +30,11 @@ from penstock.checkpoint.resume import NEWEST, Saved, find_saved, verify_saved
 from penstock.checkpoint.run_dir import CHECKPOINTS, check_is_run, find_model, run_recipe
 from penstock.checkpoint.store import Checkpoint, find, open_checkpoint, read_tensors, verify
 from penstock.errors import DISK_IS_FULL, CheckpointError, Diverged, DoesNotFit, OutputError
-from penstock.machines import parse_bytes
+from penstock.machine.known import parse_bytes
 from penstock.model.attention import stock_attention
 from penstock.model.load import load_config, load_model, load_tokenizer
-from penstock.offload.state import weight_tensors
-from penstock.recipe import Recipe
+from penstock.offload.saved_tensors import weight_tensors
+from penstock.recipe.recipe import Recipe
 
 OCCUPIED = "Name a directory that does not exist yet, or remove this one."
 NO_ROOM = "Free space there, or write it elsewhere: `penstock export RUN --to DIR`. Nothing of it was left behind."

@@ -42,11 +42,10 @@ from penstock.checkpoint.together import save_together
 from penstock.data.loader import Position
 from penstock.engine import Engine
 from penstock.engine.ranks import ALONE, World
-from penstock.errors import CheckpointError
-from penstock.offload.kernels import join
-from penstock.offload.shards import local, local_start
-from penstock.recipe import FIELDS, Recipe, to_dict
-from penstock.words import counted
+from penstock.errors import CheckpointError, counted
+from penstock.offload.dtensors import local, local_start
+from penstock.recipe.recipe import FIELDS, Recipe, to_dict
+from penstock.update.kernels import join
 
 NEWEST = "newest"
 """What `--resume` without a path asks for."""

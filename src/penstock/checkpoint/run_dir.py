@@ -14,9 +14,8 @@ from penstock.checkpoint.lock import LOCK_FILE, refuse_if_claimed
 from penstock.checkpoint.store import find, remove, sweep, sync_directory
 from penstock.engine.deepspeed_config import deepspeed_json
 from penstock.engine.ranks import ALONE, World
-from penstock.errors import CheckpointError, DoesNotFit, OutputError
-from penstock.recipe import Recipe, to_dict, with_values
-from penstock.words import counted, size
+from penstock.errors import CheckpointError, DoesNotFit, OutputError, counted, size
+from penstock.recipe.recipe import Recipe, to_dict, with_values
 
 RECIPE_FILE = "recipe.yaml"
 CHECKPOINTS = "checkpoints"

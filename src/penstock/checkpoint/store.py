@@ -31,9 +31,9 @@ import xxhash
 
 from penstock.checkpoint.tensors import Digest, Transfer, digest_file, in_file_order, read_file, safetensors, write_file
 from penstock.errors import CheckpointError, ModelError
-from penstock.hardware import usable_cores
-from penstock.model.shards import read_header
-from penstock.offload.state import SavedTensor
+from penstock.machine.hardware import usable_cores
+from penstock.model.weight_files import read_header
+from penstock.offload.saved_tensors import SavedTensor
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from penstock.model.shards import DTYPES, read_header
-from penstock.offload.state import SavedTensor
+from penstock.model.weight_files import DTYPES, read_header
+from penstock.offload.saved_tensors import SavedTensor
 
 BLOCK = 16 * 2**20
 """Bytes that are hashed and written at once: long enough for full speed, short enough that a thread needs little."""

@@ -18,7 +18,7 @@ from penstock.checkpoint.store import Checkpoint, begin_save, end_save, write_al
 from penstock.checkpoint.tensors import Digest
 from penstock.engine.ranks import World
 from penstock.errors import OutputError
-from penstock.offload.state import SavedTensor
+from penstock.offload.saved_tensors import SavedTensor
 
 
 def save_together(

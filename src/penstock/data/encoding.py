@@ -26,7 +26,7 @@ from penstock.data.source import Source
 from penstock.data.template import Example, Template
 from penstock.data.turns import Dropped, Format, detect_format
 from penstock.errors import DataError, ModelError
-from penstock.recipe import Recipe
+from penstock.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

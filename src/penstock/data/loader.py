@@ -26,7 +26,7 @@ from penstock.data.store import Store, notes, open_store
 from penstock.data.template import pad_id
 from penstock.data.turns import Format
 from penstock.errors import DataError
-from penstock.recipe import Recipe
+from penstock.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

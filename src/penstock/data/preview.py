@@ -18,7 +18,7 @@ from rich.text import Text
 
 from penstock.data.files import place_name
 from penstock.data.store import Store, notes
-from penstock.words import counted
+from penstock.errors import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

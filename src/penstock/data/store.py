@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.cache import cache_dir
 from penstock.data.encoding import DTYPES, Counts, Noted, Unwritable, Written, write_examples, writing
 from penstock.data.files import place_name
 from penstock.data.source import Source
 from penstock.data.turns import Format
 from penstock.errors import DataError, DoesNotFit
-from penstock.recipe import Recipe
+from penstock.machine.cache import cache_dir
+from penstock.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

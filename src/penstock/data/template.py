@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from penstock.data.files import Row
 from penstock.data.turns import Dropped, Format, Turn, text_of, turns_of
 from penstock.errors import DataError, ModelError, UserError
-from penstock.recipe import Recipe
+from penstock.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

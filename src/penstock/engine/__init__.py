@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
-from penstock.offload.lanes import Span, ToHost
-from penstock.offload.state import SavedTensor
+from penstock.flow.lanes import Span, ToHost
+from penstock.offload.saved_tensors import SavedTensor
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ from penstock.engine.native import decay_groups, held_memory, mean_loss, module_
 from penstock.engine.packed import PackedModel
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import Diverged
-from penstock.hardware import pick_device
+from penstock.flow.lanes import Span, Tape
+from penstock.machine.hardware import pick_device
 from penstock.model.attention import Segments
 from penstock.model.loss import packed_loss
 from penstock.model.units import Units
-from penstock.offload.lanes import Span, Tape
-from penstock.offload.state import SavedTensor, weight_tensors, whole
-from penstock.recipe import Recipe
+from penstock.offload.saved_tensors import SavedTensor, weight_tensors, whole
+from penstock.recipe.recipe import Recipe
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_BYTES = 12

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.engine.ranks import World
 from penstock.errors import RecipeError
-from penstock.recipe import Recipe
+from penstock.recipe.recipe import Recipe
 
 LEAF_MODULES = ("GptOssExperts", "Qwen3MoeSparseMoeBlock")
 """Modules that ZeRO-3 must gather as one: which experts run differs between ranks, and the others would wait."""

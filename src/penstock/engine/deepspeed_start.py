@@ -17,7 +17,7 @@ import torch.distributed as dist
 from penstock.engine.deepspeed_config import deepspeed_json
 from penstock.engine.ranks import World
 from penstock.errors import RecipeError
-from penstock.recipe import Recipe
+from penstock.recipe.recipe import Recipe
 
 
 def can_save(recipe: Recipe) -> bool:

@@ -17,17 +17,17 @@ from penstock.engine.packed import PackedModel
 from penstock.engine.ranks import ALONE, World
 from penstock.engine.trial import try_once
 from penstock.errors import DoesNotFit
-from penstock.hardware import pick_compile
+from penstock.flow.lanes import Span
+from penstock.machine.hardware import pick_compile
+from penstock.offload.dtensors import local
 from penstock.offload.housing import round_off
-from penstock.offload.lanes import Span
 from penstock.offload.optimizer import OffloadAdamW
-from penstock.offload.shards import local
-from penstock.offload.state import SavedTensor, state_tensors, weight_tensors
-from penstock.recipe import Recipe, parse_homes
+from penstock.offload.saved_tensors import SavedTensor, state_tensors, weight_tensors
+from penstock.recipe.recipe import Recipe, parse_homes
 
 
 class NativeEngine:
-    """One device, or this rank's device among several (`sharded.py` has then sharded the model)."""
+    """One device, or this rank's device among several (`fsdp.py` has then sharded the model)."""
 
     optimizer: OffloadAdamW
 

@@ -9,14 +9,14 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
-from penstock.hardware import pick_compile
+from penstock.flow.lanes import to_device
+from penstock.machine.hardware import pick_compile
 from penstock.model.attention import Segments, use_attention
 from penstock.model.compiled import set_compile
 from penstock.model.loss import call_as, check_logits, packed_loss
 from penstock.model.recompute import set_recompute
 from penstock.model.units import find_units
-from penstock.offload.lanes import to_device
-from penstock.recipe import Recipe, dials
+from penstock.recipe.recipe import Recipe, dials
 
 
 class PackedModel:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import RecipeError, UserError
-from penstock.hardware import near_cores, usable_cores
-from penstock.offload.shards import sum_over
+from penstock.machine.hardware import near_cores, usable_cores
+from penstock.update.norm import sum_over
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=2)

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from penstock.data.loader import MicroBatch
 from penstock.engine.packed import PackedModel
-from penstock.hardware import pick_compile
-from penstock.offload.shards import all_say, local
-from penstock.recipe import Recipe
+from penstock.machine.hardware import pick_compile
+from penstock.offload.dtensors import all_say, local
+from penstock.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True)

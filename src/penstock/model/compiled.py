@@ -30,9 +30,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.cache import cache_dir
+from penstock.machine.cache import cache_dir
 from penstock.model.recompute import Recomputed, keeping_narrow, keeping_products
-from penstock.recipe import Dial
+from penstock.recipe.recipe import Dial
 
 Say = Callable[[str], None]
 _MOST_GRAPHS = 32

@@ -1,15 +1,13 @@
 """Config, tokenizer and weights of the model that a recipe names.
 
-The model is built without memory and its weights are streamed in from safetensors (`shards.py`), through transformers'
-own loader for the sake of its conversions: names that changed, experts that are stored one by one, MXFP4. Random
-weights take the same way with nothing to stream, so that what is missing is initialized where it will stay, in its own
-precision.
-
-Weights come as bf16 if the checkpoint holds no more than that, and as fp32 if it holds more (fp32, fp16, dequantized
-GGUF) or if the recipe asks for fp32. The engine keeps what fp32 has over bf16 in its master weights and then rounds.
-Loading at 4 bytes a parameter never needs more than training, which holds 2 bytes of weight and 2 of gradient.
-
-Nothing is ever left random by accident: a weight that the checkpoint lacks, or has in another shape, is an error.
+The model is built without memory and its weights are streamed in from safetensors (`weight_files.py`), through
+transformers' own loader for the sake of its conversions: names that changed, experts that are stored one by one, MXFP4.
+Random weights take the same way with nothing to stream, so that what is missing is initialized where it will stay, in
+its own precision.  Weights come as bf16 if the checkpoint holds no more than that, and as fp32 if it holds more (fp32,
+fp16, dequantized GGUF) or if the recipe asks for fp32. The engine keeps what fp32 has over bf16 in its master weights
+and then rounds. Loading at 4 bytes a parameter never needs more than training, which holds 2 bytes of weight and 2 of
+gradient.  Nothing is ever left random by accident: a weight that the checkpoint lacks, or has in another shape, is an
+error.
 """
 
 from __future__ import annotations
@@ -41,10 +39,10 @@ from transformers.utils.quantization_config import Mxfp4Config
 from penstock.errors import ModelError, RecipeError
 from penstock.model.initial import draw_weights
 from penstock.model.shape import MUST_AGREE, with_shape
-from penstock.model.shards import Progress, StoredTensor, read_headers
 from penstock.model.source import Source, find_source, is_local
-from penstock.presets import ARCHITECTURES
-from penstock.recipe import Recipe
+from penstock.model.weight_files import Progress, StoredTensor, read_headers
+from penstock.recipe.presets import ARCHITECTURES
+from penstock.recipe.recipe import Recipe
 
 Say = Callable[[str], None]
 

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from penstock.recipe import Dial
+from penstock.recipe.recipe import Dial
 
 _aten = torch.ops.aten
 _MATRIX = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}

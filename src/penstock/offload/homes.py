@@ -21,12 +21,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.layout import NUM_SLOTS, padded
-from penstock.offload.arena import Arena
-from penstock.offload.formats import StateFormat, StateView
-from penstock.offload.kernels import adamw_
-from penstock.offload.lanes import Lane, Mark, Tape, ToHost, main_mark
-from penstock.offload.pool import Pool
+from penstock.flow.arena import Arena
+from penstock.flow.lanes import Lane, Mark, Tape, ToHost, main_mark
+from penstock.plan.layout import NUM_SLOTS, padded
+from penstock.update.formats import StateFormat, StateView
+from penstock.update.host_threads import Pool
+from penstock.update.kernels import adamw_
 
 IN_PIECES = (
     "GPU memory is in pieces: no more state comes before its update, and steps take a little longer. "

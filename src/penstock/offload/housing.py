@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from penstock.layout import STREAM_QUEUE, HomeName
-from penstock.offload.arena import Arena
-from penstock.offload.formats import StateFormat
+from penstock.flow.arena import Arena
+from penstock.flow.lanes import Tape
+from penstock.offload.dtensors import local, local_start
 from penstock.offload.homes import Chunk, Home, HostHome, ResidentHome, StreamHome
-from penstock.offload.kernels import split
-from penstock.offload.lanes import Tape
-from penstock.offload.shards import local, local_start
-from penstock.plan.deal import deal
+from penstock.plan.layout import STREAM_QUEUE, HomeName
+from penstock.plan.placement import deal
+from penstock.update.formats import StateFormat
+from penstock.update.kernels import split
 
 
 class Housing:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RecipeError
-from penstock.offload.lanes import ToHost
-from penstock.offload.norm import Norm
-from penstock.offload.shards import local
+from penstock.flow.lanes import ToHost
+from penstock.offload.dtensors import local
 from penstock.offload.units import Unit
+from penstock.update.norm import Norm
 
 
 def refuse_clipping(max_grad_norm: float) -> None:

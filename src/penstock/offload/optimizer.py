@@ -26,15 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from penstock.hardware import near_cores
-from penstock.layout import DEFAULT_CHUNK, HomeName
-from penstock.offload.ahead import Ahead
-from penstock.offload.auto import choose_homes, need_of
-from penstock.offload.formats import StateName, StateView, format_named
+from penstock.flow.lanes import Mark, Tape, ToHost, main_mark
+from penstock.machine.hardware import near_cores
+from penstock.offload.dtensors import check_blocks, group_of, local
 from penstock.offload.homes import Coefficients, HostHome, Update
 from penstock.offload.housing import Housing, round_off
-from penstock.offload.kernels import GO
-from penstock.offload.lanes import Mark, Tape, ToHost, main_mark
 from penstock.offload.misuse import (
     Changes,
     check_parameters,
@@ -43,11 +39,15 @@ from penstock.offload.misuse import (
     refuse_misuse,
     refuse_other_type,
 )
-from penstock.offload.norm import Norm, Scalars, clip
-from penstock.offload.saved import check_saved, read_state, write_state
-from penstock.offload.shards import check_blocks, group_of, local
+from penstock.offload.placing import choose_homes, need_of
+from penstock.offload.prefetch import Ahead
+from penstock.offload.state_dict import check_saved, read_state, write_state
 from penstock.offload.units import Unit, attach, attach_to_files, find_units
-from penstock.plan.place import EARLY_SHARE
+from penstock.plan.layout import DEFAULT_CHUNK, HomeName
+from penstock.plan.split import EARLY_SHARE
+from penstock.update.formats import StateName, StateView, format_named
+from penstock.update.kernels import GO
+from penstock.update.norm import Norm, Scalars, clip
 
 Schedule = Literal["after-norm", "in-backward"]
 

@@ -15,11 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from penstock.offload.formats import FORMATS, StateFormat
+from penstock.flow.lanes import Mark, Tape, ToHost, main_mark
 from penstock.offload.homes import Chunk, Coefficients, Home, HostHome, StreamHome, Update
-from penstock.offload.kernels import NUM_COEFFICIENTS
-from penstock.offload.lanes import Mark, Tape, ToHost, main_mark
-from penstock.plan.place import Rates
+from penstock.plan.split import Rates
+from penstock.update.formats import FORMATS, StateFormat
+from penstock.update.kernels import NUM_COEFFICIENTS
 
 SAMPLE_PARAMS = 1 << 24
 NUM_SAMPLES = 8

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import RecipeError
-from penstock.offload.lanes import Mark, Tape, main_waits
-from penstock.offload.shards import gather_waits
+from penstock.flow.lanes import Mark, Tape, main_waits
+from penstock.offload.dtensors import gather_waits
 
 
 @dataclass

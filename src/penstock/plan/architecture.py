@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ModelError, RecipeError
-from penstock.presets import ARCHITECTURES, Architecture
-from penstock.recipe import Recipe
+from penstock.recipe.presets import ARCHITECTURES, Architecture
+from penstock.recipe.recipe import Recipe
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "seed_oss", "gpt_oss")
 

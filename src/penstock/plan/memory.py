@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.layout import layer_parameters
-from penstock.presets import Architecture
-from penstock.recipe import Dial, dials
+from penstock.plan.layout import layer_parameters
+from penstock.recipe.presets import Architecture
+from penstock.recipe.recipe import Dial, dials
 
 CONTEXT_BYTES = 1.3e9
 """What the driver, cuBLAS and loaded kernels take outside of torch's allocator: 150.75 GB of the H200 less what

@@ -1,6 +1,6 @@
 """One plan: what a recipe takes on a machine with settings that are given. `solve.py` chooses the settings.
 
-The same arithmetic as the engine's own placement (`offload/auto.py`), with predicted instead of measured activations
+The same arithmetic as the engine's own placement (`offload/placing.py`), with predicted instead of measured activations
 and times. Every figure is for one GPU; several of them hold a share each of weights, gradients and state.
 """
 
@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
-from penstock.layout import (
+from penstock.machine.known import Machine
+from penstock.plan import speed
+from penstock.plan.layout import (
     BLOCK,
     DEFAULT_CHUNK,
     GPU_RESERVE,
@@ -30,9 +32,6 @@ from penstock.layout import (
     state_buffers,
     state_bytes,
 )
-from penstock.machines import Machine
-from penstock.plan import speed
-from penstock.plan.deal import deal
 from penstock.plan.memory import (
     COMPILER_BYTES,
     CONTEXT_BYTES,
@@ -45,8 +44,9 @@ from penstock.plan.memory import (
     passing,
     sharded_bytes,
 )
-from penstock.plan.place import Need, Placement, Rates, Room, link_bytes, place
-from penstock.presets import Architecture
+from penstock.plan.placement import deal
+from penstock.plan.split import Need, Placement, Rates, Room, link_bytes, place
+from penstock.recipe.presets import Architecture
 
 
 @dataclass(frozen=True)

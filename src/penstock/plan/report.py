@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from penstock.errors import DoesNotFit, RecipeError, UserError
-from penstock.layout import GPU_RESERVE
-from penstock.machines import MACHINES, Machine
+from penstock.errors import DoesNotFit, RecipeError, UserError, counted
+from penstock.machine.known import MACHINES, Machine
 from penstock.plan.architecture import architecture_of
-from penstock.plan.outlook import RunLength, run_length
+from penstock.plan.layout import GPU_RESERVE
 from penstock.plan.predict import Job, Plan, Settings, host_reserve, largest_parts, predict, sharing_a_host
 from penstock.plan.solve import (
     EVERYTHING,
@@ -28,14 +27,23 @@ from penstock.plan.solve import (
     flags_between,
     solve,
 )
-from penstock.presets import ARCHITECTURES, PRESETS
-from penstock.recipe import Recipe, parse_homes
-from penstock.words import counted
+from penstock.recipe.presets import ARCHITECTURES, PRESETS
+from penstock.recipe.recipe import Recipe, parse_homes
 
 REFERENCE_GPUS = {
     "llama-8b": 1, "qwen3-14b": 1, "phi-4": 1, "gpt-oss-20b": 1, "seed-oss-36b": 2, "qwen3-30b-a3b": 2, "llama-70b": 4,
 }  # fmt: skip
 """Superchips that the launch scripts of DeepSpeedExamples' DeepSpeed-SuperOffload use."""
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The whole run."""
+
+    steps: int
+    tokens: int
+    how: str
+    """Where the figures come from, for people."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +109,16 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
     return predict(_job(recipe, machine), settings, machine, gpus)
 
 
-def make_report(recipe: Recipe, machine: Machine, gpus: int = 1, *, best: bool = False) -> Report:
+def make_report(
+    recipe: Recipe, machine: Machine, gpus: int = 1, *, best: bool = False, length: RunLength | None = None
+) -> Report:
     """The plan, the whole run, and what else could be done. `best`: format, micro-batch and recompute are free."""
     stated = plan = make_plan(recipe, machine, gpus)
     if best:
         plan = solve(plan.job, machine, gpus) or plan
     found = alternatives(plan) if plan.fits else []
     others = tuple(replace(other, flags=flags_between(stated, other.plan)) for other in found)
-    return Report(recipe.name, plan, run_length(recipe), others, flags_between(stated, plan))
+    return Report(recipe.name, plan, length, others, flags_between(stated, plan))
 
 
 # --- for people ---------------------------------------------------------------------------------------------------

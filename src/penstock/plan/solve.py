@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from penstock.layout import STATE_FORMATS
-from penstock.machines import Machine
+from penstock.machine.known import Machine
+from penstock.plan.layout import STATE_FORMATS
 from penstock.plan.predict import Job, Plan, Settings, predict
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.layout import layer_parameters
-from penstock.machines import Machine
+from penstock.machine.known import Machine
+from penstock.plan.layout import layer_parameters
 from penstock.plan.memory import Work, saved_in_layer
-from penstock.presets import Architecture
+from penstock.recipe.presets import Architecture
 
 MATRIX_EFFICIENCY = 0.84
 """Of the rate of one large product."""

@@ -18,9 +18,9 @@ from rich.console import RenderableType
 from rich.live import Live
 from rich.markup import escape
 
+from penstock.errors import counted
 from penstock.report.metrics import EvalRow, StepRow, Summary
 from penstock.report.panel import Panel, Sources, Working
-from penstock.words import counted
 
 LEAST_COLUMNS = 30
 """A terminal that is narrower gets plain lines."""

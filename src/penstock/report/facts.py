@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from penstock.data.loader import Dataset
 from penstock.data.preview import samples, summary
 from penstock.engine import Engine, Held
-from penstock.hardware import describe
-from penstock.offload.lanes import Span
+from penstock.flow.lanes import Span
+from penstock.machine.hardware import describe
 from penstock.report.metrics import Summary, to_json
 
 FACTS = "facts"

@@ -19,7 +19,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from penstock.errors import OutputError, RecipeError
-from penstock.recipe import Recipe, to_dict
+from penstock.recipe.recipe import Recipe, to_dict
 from penstock.report.charts import Chart, curve_charts, place_charts, theme
 from penstock.report.runs import RunRecord, overlap, read_runs
 

@@ -23,10 +23,10 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.engine import Held
-from penstock.hardware import describe
+from penstock.errors import size
+from penstock.machine.hardware import describe
 from penstock.report.facts import Recorder
 from penstock.report.metrics import StepRow
-from penstock.words import size
 
 CURVE_ROWS = 6
 NARROW, SHORT = 60, 18

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 
 import yaml
 
-from penstock.recipe import Recipe, to_dict
+from penstock.recipe.recipe import Recipe, to_dict
 from penstock.report.metrics import EvalRow, StepRow
 
 FINISH_SECONDS = 30.0

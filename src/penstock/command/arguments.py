@@ -1,0 +1,236 @@
+"""The flags of every command, and how the words of a command line become them.
+
+A dataclass a command: a field is a flag, and the text below it is its line in `--help`. tyro reads them; a parser by
+hand would say every name, type and default twice. Nothing heavy is imported, so that `--help` is there at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, TypeVar
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
+
+from penstock.errors import RecipeError, did_you_mean
+from penstock.recipe.file import all_of_own_data, find_recipe
+from penstock.recipe.recipe import Recipe
+
+Flag = Annotated[bool, FlagCreatePairsOff]
+RunName = Annotated[Positional[str], arg(metavar="RUN")]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeArgs:
+    """What every command that takes a recipe has."""
+
+    recipe: OmitArgPrefixes[Recipe]
+    json: Flag = False
+    """Print one JSON object on standard output; everything else goes to standard error."""
+    debug: Flag = False
+    """Show tracebacks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainArgs(RecipeArgs):
+    """Fine-tune every parameter of a model. RECIPE is a preset or a YAML file; without one, `demo`."""
+
+    dry_run: Flag = False
+    """Check everything and say what would happen, without loading weights or writing."""
+    overwrite: Flag = False
+    """Replace an earlier run in the output directory."""
+    resume: str = ""
+    """Go on after the newest checkpoint of the run, or after the one at a path: --resume [PATH]."""
+    resume_anyway: Flag = False
+    """Go on also if recipe or data are not those of the checkpoint."""
+    quiet: Flag = False
+    """Print nothing but the result and errors."""
+    gpus: int = 1
+    """GPUs of this machine, one process each; on a machine without any, processes on its CPU."""
+    nodes: int = 1
+    """Machines. The command is given on each of them, with its --node-rank."""
+    node_rank: int = 0
+    """Which of the machines this is, from 0."""
+    rendezvous: str = ""
+    """HOST:PORT on the first machine, where all find each other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataArgs(RecipeArgs):
+    """Show what the model will see: tokens and mask, packing, lengths, what was cut or dropped.
+
+    RECIPE is a preset or a YAML file; without one, `demo`.
+    """
+
+    examples: int = 3
+    """Examples shown token by token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchArgs(RecipeArgs):
+    """Measure a step with random weights: against forward and backward alone, the machine's ceilings, and peers.
+
+    RECIPE is a preset or a YAML file; without one, `demo`.
+    """
+
+    against: str = ""
+    """Peers to run beside ours, each in its own process: deepspeed,torchao,flashoptim."""
+    modes: str = ""
+    """Modes of ours: superoffload,zerooffload. Empty: the recipe's."""
+    updates: str = "after-norm,in-backward"
+    """Update schedules of ours; in-backward runs without clipping."""
+    formats: str = ""
+    """State formats of ours: fp32,bf16,int8. Empty: the recipe's."""
+    steps: int = 6
+    """Steps that are timed, after two to warm up; the median counts."""
+    to: str = ""
+    """Directory for the results. Empty: benchmarks/results/DATE-MACHINE, or bench-results/ elsewhere."""
+    timeout: float = 600.0
+    """Seconds that one peer may take from start to end."""
+    peer_modes: str = "superoffload,zerooffload"
+    """Modes of DeepSpeed."""
+    peer_ratio: str = "0.3"
+    """Shares of its state that DeepSpeed offloads, such as 0.3,0.8."""
+    timeline: bool = False
+    """Also write timeline.jsonl: when each lane was busy in three steps of each row of ours."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanArgs(RecipeArgs):
+    """Say in advance whether a run fits, how fast it will be, and what to change. Needs no GPU and no weights.
+
+    RECIPE is a preset or a YAML file; without one, `demo`.
+    """
+
+    gpu: str = ""
+    """A machine by name, such as h200, gh200, rtx4090. Empty: this one."""
+    gpus: int = 1
+    """GPUs that share the model."""
+    host_memory: str = ""
+    """Host memory of the machine, such as 480GiB; on a superchip, that of one."""
+    gpu_memory: str = ""
+    """Memory of one GPU, such as 80GiB."""
+    link: str = ""
+    """One-way peak between GPU and host, such as 450GB/s."""
+    cores: int = 0
+    """Cores of the host. 0: as known."""
+    best: Flag = False
+    """Choose state format, micro-batch and recompute: the fastest that fit, exact state before any other."""
+    all: Flag = False
+    """Every preset on 1, 2 and 4 GPUs, with the best settings."""
+    remeasure: Flag = False
+    """Measure this machine again, instead of reading what was measured before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorArgs:
+    """Look at machine and software, and say how to fix what is not as it should be."""
+
+    apply: Flag = False
+    """Write the memory-system partitions (resctrl) that are shown. Needs root."""
+    output_dir: str = "."
+    """Where runs would be written: its disk is looked at."""
+    json: Flag = False
+    """Print one JSON object."""
+    debug: Flag = False
+    """Show tracebacks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportArgs:
+    """Write the model of a run as a Hugging Face directory, and check that it loads and answers the same."""
+
+    run: RunName
+    """Directory of the run. If the run did not end, the model is that of its newest checkpoint."""
+    to: str = ""
+    """Directory to write."""
+    verify: Flag = False
+    """Compare every byte of every checkpoint of the run with its checksum."""
+    shard_size: str = "5GB"
+    """Largest size of one weight file."""
+    json: Flag = False
+    """Print one JSON object."""
+    debug: Flag = False
+    """Show tracebacks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateArgs:
+    """Ask the model of a run."""
+
+    run: RunName
+    """Directory of the run."""
+    prompt: Annotated[Positional[str], arg(metavar="[PROMPT]")] = ""
+    """What to ask. Without it, one line after another is asked, from a terminal or a pipe, in one conversation."""
+    max_new_tokens: int = 256
+    """Longest answer."""
+    temperature: float = 0.0
+    """0: always the likeliest token."""
+    seed: int = 0
+    """Seed of the draw when the temperature is not 0."""
+    device: str = "auto"
+    """cuda, cpu or auto."""
+    json: Flag = False
+    """Print one JSON object."""
+    debug: Flag = False
+    """Show tracebacks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportArgs:
+    """Write one HTML page about a run, or about several to compare them. It opens from disk and needs no network."""
+
+    runs: Annotated[Positional[tuple[str, ...]], arg(metavar="RUN [RUN ...]")]
+    """Directories of runs."""
+    to: str = ""
+    """File to write. Empty: report.html in the run's directory, or in this one for several runs."""
+    images: Flag = False
+    """Write the charts as SVG and PNG too, in report-images/ beside the page."""
+    json: Flag = False
+    """Print one JSON object."""
+    debug: Flag = False
+    """Show tracebacks."""
+
+
+Args = TypeVar("Args", bound=RecipeArgs)
+
+
+def parse_with_recipe(kind: type[Args], command: str, words: list[str], **changes: Any) -> Args:
+    """Flags over YAML over preset: the recipe that is named, with `changes`, becomes the default of every flag."""
+    named = bool(words) and not words[0].startswith("-")
+    found, chosen = find_recipe(words[0] if named else "demo")
+    base = dataclasses.replace(found, **changes)
+    shown = " [RECIPE]" if {"-h", "--help"} & set(words) else ""  # which tyro does not know of
+    words, prog = words[1:] if named else words, f"penstock {command}{shown}"
+    args = tyro.cli(kind, default=kind(recipe=base), args=words, prog=prog)
+    if chosen or any(word.split("=")[0] in ("--data-percent", "--data_percent") for word in words):
+        return args
+    return dataclasses.replace(args, recipe=all_of_own_data(args.recipe, base))
+
+
+def with_value(words: list[str], flag: str, value: str) -> list[str]:
+    """`flag` with the value that it has when none follows: tyro knows no flag that may stand alone."""
+    filled: list[str] = []
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        filled += [word, value] if word == flag and following.startswith("-") else [word]
+    return filled
+
+
+def read_choices(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The words of a list with commas, each of them known."""
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    for word in words:
+        if word not in known:
+            raise RecipeError(f"unknown {word!r}", where=flag, remedy=did_you_mean(word, known))
+    return words
+
+
+def read_ratios(text: str) -> tuple[float, ...]:
+    """The numbers of a list with commas, each of them a share."""
+    try:
+        ratios = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        ratios = ()
+    if not ratios or not all(0 <= ratio <= 1 for ratio in ratios):
+        raise RecipeError("must be numbers between 0 and 1", where=f"--peer-ratio {text!r}", remedy="Such as 0.3,0.8.")
+    return ratios

@@ -1,0 +1,360 @@
+"""The command: parse, call one function, print. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import NoReturn
+
+import tyro
+
+from penstock import __version__
+from penstock.command.arguments import (
+    BenchArgs,
+    DataArgs,
+    DoctorArgs,
+    ExportArgs,
+    GenerateArgs,
+    PlanArgs,
+    ReportArgs,
+    TrainArgs,
+    parse_with_recipe,
+    read_choices,
+    read_ratios,
+    with_value,
+)
+from penstock.errors import RecipeError, UserError, counted, did_you_mean, tell
+from penstock.machine.signals import handling
+from penstock.recipe.presets import PRESETS
+from penstock.recipe.recipe import to_dict
+
+
+def run() -> NoReturn:
+    """The command of this process.
+
+    A rank leaves without taking its interpreter down: a thread of gloo that still holds a tensor would then want the
+    interpreter's lock, and end the process with SIGABRT (pytorch/pytorch#179291), after all of its work was done.
+    """
+    code = main()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads it any more; Python would try again at its end, and fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    ranks = sys.modules.get("penstock.engine.ranks")
+    if ranks is not None and ranks.HAS_JOINED.is_set():
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    _prepare_torch()
+    try:
+        with handling(_end, signal.SIGTERM):
+            return _dispatch(words)
+    except UserError as error:
+        if "--debug" in words:
+            traceback.print_exc()
+        return _fail(str(error), error.exit_code, words, error.found)
+    except SystemExit as error:  # tyro has printed help or a usage error already
+        code = error.code if isinstance(error.code, int) else 2
+        if code and "--json" in words:
+            print(json.dumps({"error": "the command line is at fault; standard error says how", "exit_code": code}))
+        return code
+    except BrokenPipeError:
+        return 0
+    except KeyboardInterrupt as error:
+        name, code = ("SIGTERM", 143) if error.args else ("SIGINT", 130)
+        when = " while no step was under way" if words[:1] == ["train"] else ""
+        return _fail(f"stopped by {name}{when}", code, words)
+    except Exception as error:
+        if "--debug" in words:
+            traceback.print_exc()
+        remedy = "" if "--debug" in words else "\n  Run it again with --debug for the traceback, and please report it."
+        return _fail(f"this is a bug: {type(error).__name__}: {error}{remedy}", 1, words)
+
+
+def _end(*_: object) -> None:
+    """SIGTERM ends a command as Ctrl-C does, until the steps of a run have handlers of their own."""
+    raise KeyboardInterrupt("SIGTERM")  # nothing that takes an Exception for a fault of its own may swallow it
+
+
+def _fail(message: str, exit_code: int, words: list[str], found: Mapping[str, object] | None = None) -> int:
+    """Tell what went wrong; a rank leaves it to its launcher, so that it is shown once."""
+    from penstock.machine.launch import leave_error
+
+    if not leave_error(message):
+        tell(f"rank {os.environ['RANK']}: {message}" if "RANK" in os.environ else message, exit_code, words, found)
+    return exit_code
+
+
+def _dispatch(words: list[str]) -> int:
+    command, rest = (words[0], words[1:]) if words else ("--help", [])
+    if command in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    if command == "--version":
+        print(f"penstock {__version__}")
+        return 0
+    if command not in COMMANDS:
+        raise RecipeError("unknown command", where=command, remedy=did_you_mean(command, COMMANDS))
+    return COMMANDS[command](rest)
+
+
+def _usage() -> str:
+    lines = [f"penstock {__version__}: full-parameter fine-tuning of models that do not fit their GPU", ""]
+    lines += [f"  penstock {name:<9} {(function.__doc__ or '').splitlines()[0]}" for name, function in COMMANDS.items()]
+    lines += ["", f"Presets: {', '.join(PRESETS)}", "`penstock COMMAND --help` lists the flags."]
+    return "\n".join(lines)
+
+
+def train(words: list[str]) -> int:
+    """Fine-tune a model: penstock train [RECIPE] [--flags]."""
+    args = parse_with_recipe(TrainArgs, "train", with_value(words, "--resume", "newest"))
+    from penstock.machine.launch import Machines, check_batch, follow_launcher, launch
+
+    machines = Machines(args.gpus, args.nodes, args.node_rank, args.rendezvous)
+    check_batch(args.recipe.batch_size, machines.ranks)
+    started = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and machines.ranks not in (1, int(started)):
+        what = f"ask for {machines.ranks} ranks, and {started} were started"
+        raise RecipeError(what, where="--gpus and --nodes", remedy="Under torchrun leave both out.")
+    if machines.ranks > 1 and "RANK" not in os.environ and not args.dry_run:
+        return launch(["train", *words], machines, debug=args.debug)
+    follow_launcher()
+    _quiet_libraries(args.debug)
+    from penstock.engine.ranks import find_world
+    from penstock.report.console import Console
+    from penstock.report.metrics import to_json
+    from penstock.run.preparation import dry_run
+    from penstock.run.train import train as run
+
+    world = find_world()
+    console = Console(json=args.json, quiet=args.quiet or not world.first)
+    start = {"overwrite": args.overwrite, "resume_anyway": args.resume_anyway}
+    if args.dry_run:
+        outlook = dry_run(args.recipe, console, resume=args.resume, **start)
+        if args.json and world.first:
+            print(json.dumps({"recipe": to_dict(args.recipe), **dataclasses.asdict(outlook)}))
+        return 0
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():  # a tracker's own lines must not join the object
+        summary = run(args.recipe, console, resume=args.resume, world=world, **start)
+    if not world.first:
+        return 0
+    if args.json:
+        print(to_json(summary))
+    else:
+        console.summary(summary)
+    return 0
+
+
+def data(words: list[str]) -> int:
+    """Show what the model will see: penstock data [RECIPE] [--flags]."""
+    args = parse_with_recipe(DataArgs, "data", words)
+    _quiet_libraries(args.debug)
+    from penstock.data.preview import show, summary
+    from penstock.report.console import Console
+    from penstock.run.preparation import prepare_run
+
+    console = Console(json=args.json)
+    prepared = prepare_run(args.recipe, console)
+    if args.json:
+        print(json.dumps(summary(prepared.data)))
+    else:
+        for part in show(prepared.data, prepared.tokenizer, examples=args.examples):
+            console.rich.print(part, soft_wrap=False)  # long lines go on in the next one, inside their box
+    return 0
+
+
+def bench(words: list[str]) -> int:
+    """Measure a step against its floor and against peers: penstock bench [RECIPE] [--against PEERS]."""
+    # Weights are random here, so that a recipe's shape may be changed without saying so.
+    args = parse_with_recipe(BenchArgs, "bench", words, init="random")
+    if args.recipe.engine != "penstock":
+        raise RecipeError("bench measures ours", where="--engine", remedy="DeepSpeed is a peer: --against deepspeed.")
+    if args.steps < 1:
+        raise RecipeError("must be at least 1", where=f"--steps {args.steps}", remedy="6 is the default.")
+    if args.timeout <= 0:
+        raise RecipeError(
+            "must be positive", where=f"--timeout {args.timeout}", remedy="It is in seconds, such as 600."
+        )
+    modes, updates = ("superoffload", "zerooffload"), ("after-norm", "in-backward")
+    chosen = {
+        "against": read_choices("--against", args.against, ("deepspeed", "torchao", "flashoptim")),
+        "modes": read_choices("--modes", args.modes, modes),
+        "updates": read_choices("--updates", args.updates, updates) or updates,
+        "formats": read_choices("--formats", args.formats, ("fp32", "bf16", "int8")),
+        "peer_modes": read_choices("--peer-modes", args.peer_modes, modes),
+    }
+    ratios = read_ratios(args.peer_ratio)
+    _quiet_libraries(args.debug)
+    from penstock.bench.run import Asked
+    from penstock.bench.run import bench as run
+    from penstock.report.console import Console
+
+    console = Console(json=args.json)
+    asked = Asked(steps=args.steps, timeout_s=args.timeout, peer_ratios=ratios, timeline=args.timeline, **chosen)
+    report = run(args.recipe, asked, to=args.to, say=console.say)
+    if args.json:
+        rows = [dataclasses.asdict(row) for row in report.rows]
+        found = {"directory": str(report.directory), "ceilings": dataclasses.asdict(report.ceilings), "rows": rows}
+        print(json.dumps(found))
+    return 0
+
+
+def plan(words: list[str]) -> int:
+    """Predict memory and speed, here or on another machine: penstock plan [RECIPE] [--gpu gh200 --gpus 2]."""
+    args = parse_with_recipe(PlanArgs, "plan", words, init="random")
+    if args.recipe.engine != "penstock":
+        raise RecipeError(
+            "the plan is of ours", where="--engine", remedy="Leave it out: of DeepSpeed nothing is predicted."
+        )
+    if args.gpus < 1:
+        raise RecipeError("must be at least 1", where=f"--gpus {args.gpus}", remedy="1 is the default.")
+    from penstock.data.run_length import run_length
+    from penstock.machine.known import adjusted, find_machine
+    from penstock.plan import report
+
+    known = {"host_memory": args.host_memory, "gpu_memory": args.gpu_memory, "link": args.link, "cores": args.cores}
+    if args.gpu:
+        machine = find_machine(args.gpu, **known)  # type: ignore[arg-type]
+    else:
+        from penstock.bench.this_machine import this_machine
+
+        measured = this_machine(remeasure=args.remeasure, say=lambda text: print(text, file=sys.stderr))
+        machine = adjusted(measured, **known)  # type: ignore[arg-type]
+    if args.all:
+        cells = report.matrix(machine)
+        rows = [{"preset": c.preset, "gpus": c.gpus, "plan": c.plan and report.as_json(c.plan)} for c in cells]
+        print(json.dumps(rows) if args.json else "\n".join(report.matrix_lines(machine, cells)))
+        return 0
+    found = report.make_report(args.recipe, machine, args.gpus, best=args.best, length=run_length(args.recipe))
+    planned = report.report_json(found)
+    if found.plan.fits or not args.json:
+        print(json.dumps(planned) if args.json else "\n".join(report.lines(found)))
+    if not found.plan.fits:
+        refusal = report.refusal(found, ["penstock", "plan" if args.gpu else "train", *words])
+        refusal.found = planned
+        raise refusal
+    return 0
+
+
+def doctor(words: list[str]) -> int:
+    """Look at machine and software, and say how to fix what is wrong: penstock doctor."""
+    args = tyro.cli(DoctorArgs, args=words, prog="penstock doctor")
+    from penstock.command.doctor import examine, lines
+
+    findings = examine(Path(args.output_dir), apply=args.apply)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+    else:
+        print("\n".join(lines(findings)))
+    return 3 if any(finding.level == "impossible" for finding in findings) else 0
+
+
+def export(words: list[str]) -> int:
+    """Write a run's model as a Hugging Face directory, or check its checkpoints: penstock export RUN --to DIR."""
+    args = tyro.cli(ExportArgs, args=words, prog="penstock export")
+    _quiet_libraries(args.debug)
+    if not (args.to or args.verify):
+        remedy = "Name a directory with --to, or check checkpoints with --verify."
+        raise RecipeError("nothing to do", where="export", remedy=remedy)
+    from penstock.checkpoint.export import export_run, verify_run
+    from penstock.report.console import Console
+
+    console = Console(json=args.json)
+    result: dict[str, object] = {}
+    if args.verify:
+        verified = verify_run(Path(args.run), console.say)
+        result["verified"] = [{"path": str(found.path), "step": found.step} for found in verified]
+        console.say(f"Every byte is as it was written: {counted(len(verified), 'checkpoint')}")
+    if args.to:
+        export_run(Path(args.run), Path(args.to), shard_size=args.shard_size, say=console.say)
+        result["model_dir"] = args.to
+        console.say(f"Written and checked: {args.to}")
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+def generate(words: list[str]) -> int:
+    """Ask a run's model, once or in a conversation: penstock generate RUN ["prompt"]."""
+    args = tyro.cli(GenerateArgs, args=words, prog="penstock generate")
+    _quiet_libraries(args.debug)
+    from penstock.run.generate import Chat, questions
+
+    chat = Chat(Path(args.run), args.max_new_tokens, args.temperature, args.seed, args.device)
+    at_terminal = sys.stdin.isatty() and not args.prompt
+    if at_terminal and not args.json:
+        print("Ask something; `exit` or Ctrl-D ends.")
+    asked = [args.prompt] if args.prompt else questions(sys.stdin, invite="> " if at_terminal else "")
+    for prompt in asked:
+        answer = chat.ask(prompt)
+        print(json.dumps({"prompt": prompt, "answer": answer}) if args.json else answer, flush=True)
+    return 0
+
+
+def report(words: list[str]) -> int:
+    """Write a page about a run, or compare several: penstock report RUN [RUN2 ...]."""
+    args = tyro.cli(ReportArgs, args=words, prog="penstock report")
+    if not args.runs:
+        raise RecipeError("no run is named", where="report", remedy="Such as: penstock report runs/demo")
+    from penstock.report.page import report as run
+
+    written = run([Path(name) for name in args.runs], to=args.to, images=args.images)
+    if args.json:
+        print(json.dumps({"page": str(written.page), "images": [str(path) for path in written.images]}))
+    else:
+        print(*[f"Written: {path}" for path in (written.page, *written.images)], sep="\n")
+    return 0
+
+
+def _prepare_torch() -> None:
+    """What torch reads when it is imported and when it first uses a GPU, unless the user has said something else."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    # Or threads that wait would spin on cores that others could use: 59 s instead of 18 for 30 steps of the demo on two
+    # shared cores, and nothing gained on idle ones (benchmarks/results/2026-11-15-cpu/waiting.txt).
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def _quiet_libraries(debug: bool) -> None:
+    """Their bars and warnings would break our lines; with --debug they are wanted. Our own are shown as one line."""
+    if debug:
+        return
+    import warnings
+
+    import torch
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    if not torch.cuda.is_available():  # or DeepSpeed, which transformers imports if it can, says so on standard output
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    hub_logging.set_verbosity_error()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    warnings.filterwarnings("default", module=r"penstock\.")
+    warnings.formatwarning = lambda message, *_, **__: f"  WARNING: {message}\n"
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "data": data,
+    "plan": plan,
+    "bench": bench,
+    "doctor": doctor,
+    "export": export,
+    "generate": generate,
+    "report": report,
+}

@@ -1,0 +1,90 @@
+"""FSDP2 around a model: which weights are gathered together, how gradients are reduced, and what rounding leaves.
+
+Weights are gathered unit by unit, each module that holds weights on its own, so that a gather waits for the updates of
+that unit and of no other. Putting the final norm and the head into the root, as is usual, was rejected: the root is
+gathered first and updated last, so forward would begin with waiting for the whole update. A head that is tied to the
+embedding is gathered with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from penstock.errors import ModelError
+from penstock.model.load import Say
+from penstock.model.load_rows import build_sharded, load_sharded
+from penstock.model.units import find_units
+from penstock.offload.dtensors import local
+from penstock.recipe.recipe import Recipe
+from penstock.update.kernels import split
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A sharded model, and what its weights lost in rounding to bf16 if they were loaded with more."""
+
+    model: PreTrainedModel
+    remainders: dict[nn.Parameter, Tensor]
+
+
+def load_for_ranks(recipe: Recipe, config: PreTrainedConfig, device: torch.device, num_ranks: int, say: Say) -> Sharded:
+    """Load the rows of this rank. The process group must be there."""
+    mesh = init_device_mesh(device.type, (num_ranks,))
+
+    def shard(model: PreTrainedModel) -> None:
+        shard_model(model, mesh, torch.float32 if recipe.reduce_dtype == "fp32" else None)
+
+    model = load_sharded(recipe, config, device, shard, say)
+    if recipe.dtype != "bf16" or model.dtype is not torch.float32:
+        return Sharded(model, {})
+    rounded = build_sharded(recipe, model.config, torch.bfloat16, shard)
+    rounded.to_empty(device=device)
+    rounded.tie_weights()
+    return Sharded(rounded, _round_into(rounded, model))
+
+
+def shard_model(model: PreTrainedModel, mesh: DeviceMesh, reduce_dtype: torch.dtype | None) -> None:
+    """Shard a model, in place. Gradients are summed over ranks: each loss is a share of the step's already."""
+    units = find_units(model)
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    head, embedding = units.head.module, model.get_input_embeddings()
+    tied = head is not embedding and any(p is q for p in head.parameters() for q in embedding.parameters())
+    if tied and len(list(head.parameters())) > 1:
+        what = "a head that is tied to the embedding and has a bias of its own cannot be sharded"
+        raise ModelError(what, where=type(model).__name__, remedy="Train it on one GPU.")
+    for unit in units.units:
+        for module in unit.modules:
+            if tied and module is embedding:
+                fully_shard([embedding, head], mesh=mesh, mp_policy=policy)
+            elif not (tied and module is head):
+                fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules() if mesh.size() > 1 else ():  # of one rank FSDP2 would divide into a second copy
+        if isinstance(module, FSDPModule):
+            # Plain sums: FSDP2 would average, and gloo knows no scaled sum.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+@torch.no_grad()
+def _round_into(rounded: PreTrainedModel, exact: PreTrainedModel) -> dict[nn.Parameter, Tensor]:
+    """Move fp32 shards to a bf16 model one by one, so that no more than one is there twice."""
+    sources = dict(exact.named_parameters())
+    remainders: dict[nn.Parameter, Tensor] = {}
+    for name, parameter in rounded.named_parameters():
+        weight, remainders[parameter] = split(local(sources[name]).contiguous().view(-1))
+        local(parameter).view(-1).copy_(weight)
+        owner = exact.get_submodule(name.rpartition(".")[0])
+        owner._parameters[name.rpartition(".")[2]] = None
+        del sources[name]
+    for name, buffer in exact.named_buffers():
+        owner = rounded.get_submodule(name.rpartition(".")[0])
+        owner._buffers[name.rpartition(".")[2]] = buffer
+    rounded.generation_config = exact.generation_config
+    return remainders

@@ -1,0 +1,1 @@
+"""Bytes that move: host memory, lanes, transfers and slots. Knows no optimizer and no model."""

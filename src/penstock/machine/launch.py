@@ -1,0 +1,185 @@
+"""`penstock train --gpus N`: the command starts itself once a rank, and ends them together.
+
+A rank is this same command with torch's variables in its environment, so a run that torchrun or srun starts is no other
+run. torchrun's own agent (`elastic_launch`) was rejected: it restarts ranks, it turns every exit code into 1, and it
+prints a table and a traceback for each rank that was ended because another one failed. Here the first error is shown
+once, with its rank, and its exit code is the command's. Nothing heavy is imported: the launcher only waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import RecipeError, tell
+from penstock.machine.signals import handling
+
+ERRORS = "PENSTOCK_ERRORS"
+"""Names a directory in which a rank leaves its error, instead of printing it."""
+GRACE_SECONDS = 5.0
+"""After one rank has ended by an error: the others may be ending too, by the same or because of it."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Where the ranks of a run are started."""
+
+    gpus: int = 1
+    nodes: int = 1
+    node_rank: int = 0
+    rendezvous: str = ""
+
+    def __post_init__(self) -> None:
+        host, _, port = self.rendezvous.rpartition(":")
+        if self.gpus < 1 or self.nodes < 1:
+            where = f"--gpus {self.gpus} --nodes {self.nodes}"
+            raise RecipeError("must be at least 1", where=where, remedy="1 is the default of both.")
+        if not 0 <= self.node_rank < self.nodes:
+            raise RecipeError(
+                f"there are {self.nodes} machines",
+                where=f"--node-rank {self.node_rank}",
+                remedy=f"They count from 0: the last is {self.nodes - 1}.",
+            )
+        if self.nodes > 1 and not (host and port.isdigit()):
+            raise RecipeError(
+                f"{self.nodes} machines must find each other",
+                where=f"--rendezvous {self.rendezvous!r}",
+                remedy="Name an address of the first one and a free port there, such as 10.0.0.1:29500.",
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Ranks on all machines."""
+        return self.gpus * self.nodes
+
+    def environment(self, local_rank: int, address: tuple[str, int]) -> dict[str, str]:
+        """What a rank is told, in the words of torchrun."""
+        return {
+            "RANK": str(self.node_rank * self.gpus + local_rank),
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.gpus),
+            "MASTER_ADDR": address[0],
+            "MASTER_PORT": str(address[1]),
+        }
+
+
+def check_batch(batch_size: int, ranks: int) -> None:
+    """Every rank needs a row of a step."""
+    if batch_size < ranks:
+        raise RecipeError(
+            f"is for all ranks together, and {ranks} ranks need a row each",
+            where=f"batch_size = {batch_size}",
+            remedy=f"Use --batch-size {ranks} or more, or fewer ranks.",
+        )
+
+
+def launch(words: Sequence[str], machines: Machines, *, debug: bool) -> int:
+    """Run `penstock WORDS` as this machine's ranks of the run. Returns the exit code of the first that failed."""
+    host, _, port = machines.rendezvous.rpartition(":")
+    address = (host, int(port)) if port else ("127.0.0.1", _free_port())
+    with tempfile.TemporaryDirectory(prefix="penstock-ranks-") as notes:
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", **({"GLOO_SOCKET_IFNAME": "lo"} if machines.nodes == 1 else {})}
+        processes: list[subprocess.Popen[bytes]] = []
+        for local_rank in range(machines.gpus):
+            variables = machines.environment(local_rank, address)
+            environment = {**quiet, **os.environ, **variables, ERRORS: notes}
+            processes.append(_start(words, environment, Path(notes), shown=variables["RANK"] == "0" or debug))
+        with _passing_signals_to(processes):
+            codes = _wait_for(processes)
+        return _report(codes, Path(notes), words, first_rank=machines.node_rank * machines.gpus)
+
+
+def _start(words: Sequence[str], environment: dict[str, str], notes: Path, *, shown: bool) -> subprocess.Popen[bytes]:
+    """A rank in a session of its own: a Ctrl-C in the terminal reaches the launcher, which passes it on once."""
+    command = [sys.executable, "-m", "penstock", *words]
+    if shown:
+        return subprocess.Popen(command, env=environment, start_new_session=True)
+    with open(notes / f"{environment['RANK']}.output", "wb") as output:
+        return subprocess.Popen(
+            command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=output
+        )
+
+
+@contextmanager
+def _passing_signals_to(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    def handle(number: int, _: object) -> None:
+        for process in processes:
+            if process.returncode is None:
+                os.kill(process.pid, number)
+
+    with handling(handle, signal.SIGTERM, signal.SIGINT):
+        yield
+
+
+def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Exit codes, 0 for a rank that had to be ended: when one fails, the others would wait for it for ever."""
+    with ThreadPoolExecutor(len(processes), "penstock-rank") as pool:
+        running: set[Future[int]] = {pool.submit(process.wait) for process in processes}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            if any(future.result() for future in done):
+                _, running = wait(running, timeout=GRACE_SECONDS)
+                break
+        waiting = [process for process in processes if process.returncode is None]
+        for process in waiting:
+            os.killpg(process.pid, signal.SIGKILL)  # SIGTERM would ask it to finish a step that never ends
+        return [0 if process in waiting else process.wait() for process in processes]
+
+
+def _report(codes: Sequence[int], notes: Path, words: Sequence[str], *, first_rank: int) -> int:
+    """Show the error of the rank that failed first, and give its exit code."""
+    failed = [(code, first_rank + index) for index, code in enumerate(codes) if code]
+    if not failed:
+        return 0
+    # A rank that lost another fails too, with a bug's code, perhaps earlier than the other is seen to have ended.
+    code, rank = min(failed, key=lambda f: (f[0] == 1, _time_of(notes, f[1])))
+    note, output = notes / f"{rank}.error", notes / f"{rank}.output"
+    if note.exists():
+        message = note.read_text(encoding="utf-8")
+    else:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = "\n  The kernel does that when host memory is full." if code == -signal.SIGKILL else ""
+        said = output.read_text(encoding="utf-8", errors="replace").strip() if output.exists() else ""
+        message = f"{how}{hint}" + "".join(f"\n  {line}" for line in said.splitlines()[-10:])
+    exit_code = 128 - code if code < 0 else code
+    tell(f"rank {rank}: {message}", exit_code, words)
+    return exit_code
+
+
+def _time_of(notes: Path, rank: int) -> float:
+    note = notes / f"{rank}.error"
+    return note.stat().st_mtime if note.exists() else 0.0
+
+
+def leave_error(message: str) -> bool:
+    """Give an error to the launcher that started this rank, if one did."""
+    if ERRORS not in os.environ:
+        return False
+    note = Path(os.environ[ERRORS]) / f"{os.environ['RANK']}.error"
+    note.write_text(message, encoding="utf-8")
+    return True
+
+
+def follow_launcher() -> None:
+    """Have the kernel send this rank a SIGTERM if its launcher dies, so that it saves and ends."""
+    if ERRORS in os.environ:
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

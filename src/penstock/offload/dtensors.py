@@ -1,0 +1,89 @@
+"""Parameters that FSDP2 has sharded, as the optimizer sees them: the local part, and where in the whole it lies.
+
+FSDP2 gives every rank some rows of each parameter, in a DTensor; a small parameter may leave a rank with none. All of
+the optimizer works on local tensors, which for a parameter that is not sharded is the parameter itself, so one path
+serves one GPU and many. Letting DTensor do the arithmetic was rejected: every operation would ask it how to run.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from penstock.errors import RecipeError
+from penstock.flow.lanes import Mark
+from penstock.update.formats import StateFormat
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, without autograd; writing to it writes to the tensor."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():  # detaching a DTensor is an operation that it thinks about
+            return tensor.to_local()
+    return tensor.detach()
+
+
+def local_start(tensor: Tensor) -> int:
+    """Index of the first local element in the whole tensor."""
+    return extents(tensor)[dist.get_rank(tensor.device_mesh.get_group())][0] if isinstance(tensor, DTensor) else 0
+
+
+def extents(tensor: Tensor) -> list[tuple[int, int]]:
+    """Of every rank, where its elements begin in the whole tensor and how many there are."""
+    if not isinstance(tensor, DTensor):
+        return [(0, tensor.numel())]
+    if tensor.device_mesh.ndim != 1 or tensor.placements != (Shard(0),):
+        raise RecipeError(
+            f"a parameter of shape {tuple(tensor.shape)} is placed as {tensor.placements}",
+            where="OffloadAdamW",
+            remedy="It takes parameters that FSDP2 has sharded by rows over one mesh, fully_shard's default.",
+        )
+    rows, ranks = tensor.shape[0], tensor.device_mesh.size()
+    each, row = -(-rows // ranks), tensor.numel() // max(1, rows)
+    starts = [min(rank * each, rows) * row for rank in range(ranks + 1)]
+    return [(start, end - start) for start, end in itertools.pairwise(starts)]
+
+
+def group_of(tensor: Tensor) -> dist.ProcessGroup | None:
+    """The ranks among which a tensor is sharded."""
+    return tensor.device_mesh.get_group() if isinstance(tensor, DTensor) else None
+
+
+def all_say(yes: bool, sharded: Tensor) -> bool:
+    """Whether all ranks among which a tensor is sharded say yes."""
+    votes = torch.tensor(float(yes), device=sharded.device)
+    dist.all_reduce(votes, dist.ReduceOp.MIN, group_of(sharded))
+    return bool(votes)
+
+
+def check_blocks(parameters: list[Tensor], states: StateFormat) -> None:
+    """Refuse a format whose blocks the ranks would cut.
+
+    A block has one scale. Counting blocks from the start of each shard was rejected: what is saved on two ranks would
+    then have other scales than on one, and could not be read there to the same bits.
+    """
+    for p in parameters:
+        if any(start % states.block for start, size in extents(p) if size):
+            raise RecipeError(
+                f"{len(extents(p))} ranks would cut a parameter of shape {tuple(p.shape)} "
+                f"within a block of {states.block} elements, which share a scale",
+                where=f"states = {states.name!r}",
+                remedy="Use --states bf16 or fp32, or another number of ranks.",
+            )
+
+
+def gather_waits(module: nn.Module, mark: Mark) -> None:
+    """FSDP2's next all-gather of the module reads its shards after `mark`.
+
+    FSDP2 copies shards for the all-gather on a stream of its own, which waits for the main stream when the whole model
+    is called and not again for each module: without this a gather would read weights that an update is still writing.
+    Its public `set_post_optim_event` was rejected: that has the first gather wait for the last update.
+    """
+    if isinstance(module, FSDPModule):
+        context = module._get_fsdp_state()._comm_ctx
+        mark.hold(getattr(context, "all_gather_copy_in_stream", None))

@@ -1,0 +1,199 @@
+"""Every long-lived buffer of a run: what it is, where it lies, how many bytes it takes.
+
+Pure arithmetic, without torch. The plan sums this list; a test compares it, byte for byte, with what the engine really
+allocates, so that prediction and reality cannot drift apart. The few numbers that both need (slots, chunk, reserves,
+alignment) live here, and `offload/` takes them from here.
+
+What comes and goes within a step (activations, the loss's chunks of logits) is no buffer; see `plan/memory.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.recipe.presets import Architecture
+
+Place = Literal["gpu", "host"]
+HomeName = Literal["gpu", "stream", "host"]
+
+NUM_SLOTS = 4
+"""Staging slots of `stream`: one arriving, one updating, one leaving, one to absorb jitter."""
+DEFAULT_CHUNK = 1 << 24
+"""Elements in a chunk where the link is not known, and the most: 160 MiB of fp32 state."""
+STAGING = NUM_SLOTS * DEFAULT_CHUNK
+"""Elements for which room is left in the slots, whatever the link: a faster one must not leave less for state."""
+CHUNK_SECONDS = 4.2e-3
+"""What a chunk should take on the link: long against the start of a copy, short against a layer's forward."""
+STREAM_QUEUE = 16
+"""Chunks that may wait for a slot during backward: their gradients take memory beside the activations."""
+GPU_RESERVE = 5 * 2**30
+"""Left free on the GPU: fragments, workspaces, and gradients that the host, running ahead, has let go and the device
+has not. With less, the allocator waits for the device to get its memory back, and the host is ahead no longer."""
+HOST_RESERVE = 6 * 2**30
+"""Left free on the host: the data, the page cache of a checkpoint being written, everything else that runs."""
+ALIGNMENT = 256
+"""Of every piece that is cut from an arena."""
+BLOCK = 256
+"""Elements that share a scale in `int8`."""
+SPAN = 1 << 16
+"""Elements of a gradient whose squares are summed into one number of the norm."""
+
+STATE_FORMATS = ("fp32", "bf16", "int8")
+"""From exact to small."""
+_MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+
+
+def chunk_for(link_bytes_per_s: float, state_bytes: float) -> int:
+    """Elements in a chunk for this link, a power of two, at `state_bytes` an element."""
+    wanted = link_bytes_per_s * CHUNK_SECONDS / state_bytes
+    return 1 << min(DEFAULT_CHUNK.bit_length() - 1, max(20, round(math.log2(max(1.0, wanted)))))
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One long-lived allocation, or several of a kind."""
+
+    name: str
+    place: Place
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of the model."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A slice of one parameter's state: what the engine calls a chunk, without its tensors."""
+
+    parameter: int
+    start: int
+    size: int
+
+
+def padded(num_bytes: int) -> int:
+    """Bytes that a piece takes in an arena."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def state_bytes(size: int, states: str, weight_bytes: int) -> int:
+    """Bytes of the state of so many elements: two moments, scales, and the remainder that only a bf16 weight has."""
+    scales = 2 * 4 * -(-size // BLOCK) if states == "int8" else 0
+    return 2 * _MOMENT_BYTES[states] * size + scales + (2 * size if weight_bytes == 2 else 0)
+
+
+def cut(sizes: Sequence[int], chunk_size: int = DEFAULT_CHUNK) -> list[list[Piece]]:
+    """Every parameter as pieces of at most `chunk_size` elements."""
+    return [
+        [Piece(index, start, min(chunk_size, size - start)) for start in range(0, size, chunk_size)]
+        for index, size in enumerate(sizes)
+    ]
+
+
+def model_buffers(sizes: Sequence[int], weight_bytes: int, *, place: Place = "gpu") -> list[Buffer]:
+    """Weights, and the sums from which the global norm is made."""
+    spans = sum(-(-size // SPAN) for size in sizes)
+    sums = 1 << max(0, spans - 1).bit_length()  # a power of two, as the fixed tree of additions wants it
+    return [Buffer("weights", place, weight_bytes * sum(sizes)), Buffer("norm", place, 8 * sums)]
+
+
+def gradient_buffer(sizes: Sequence[int], weight_bytes: int, *, place: Place = "gpu") -> Buffer:
+    """Gradients, all of them at once, as `after-norm` keeps them until the norm is known."""
+    return Buffer("gradients", place, weight_bytes * sum(sizes))
+
+
+def state_buffers(
+    dealt: Mapping[HomeName, Sequence[Piece]], states: str, weight_bytes: int, *, on_gpu: bool = True
+) -> list[Buffer]:
+    """State by home, staging slots and arenas.
+
+    Without a GPU everything is in host memory, and `host` updates weights and gradients where they are, so that it
+    keeps no copies of them.
+    """
+    device: Place = "gpu" if on_gpu else "host"
+    found: list[Buffer] = []
+    resident, streamed, on_host = (dealt.get(name, ()) for name in ("gpu", "stream", "host"))
+
+    def size_of(piece: Piece) -> int:
+        return state_bytes(piece.size, states, weight_bytes)
+
+    if resident:
+        found.append(Buffer("resident state", device, sum(map(size_of, resident))))
+    if streamed:
+        arena = sum(padded(size_of(piece)) for piece in streamed)
+        found.append(Buffer("streamed state", "host", max(ALIGNMENT, arena)))
+        found.append(Buffer("staging", device, NUM_SLOTS * max(map(size_of, streamed))))
+    if on_host:
+        copies = 2 * sum(padded(piece.size * weight_bytes) for piece in on_host) if on_gpu else 0
+        arena = sum(padded(size_of(piece)) for piece in on_host)
+        found.append(Buffer("host state", "host", max(ALIGNMENT, arena)))
+        if copies:
+            found.append(Buffer("copies for host", "host", copies))
+    return found
+
+
+def total(buffers: Sequence[Buffer], place: Place) -> int:
+    """Bytes in one place."""
+    return sum(buffer.num_bytes for buffer in buffers if buffer.place == place)
+
+
+def parameters(a: Architecture) -> list[Parameter]:
+    """Every tensor of the model in the order in which forward needs them: embedding, layers, final norm, head."""
+    embedding = Parameter("embed_tokens", a.vocab * a.hidden)
+    layer = layer_parameters(a)
+    layers = [Parameter(f"layers.{i}.{p.name}", p.size) for i in range(a.layers) for p in layer]
+    head = [] if a.tied else [Parameter("lm_head", a.vocab * a.hidden)]
+    return [embedding, *layers, Parameter("norm", a.hidden), *head]
+
+
+def layer_parameters(a: Architecture) -> list[Parameter]:
+    """The tensors of one layer, in the order in which transformers registers them."""
+    norms = [Parameter("input_layernorm", a.hidden), Parameter("post_attention_layernorm", a.hidden)]
+    return [*_attention(a), *(_experts(a) if a.experts else _mlp(a)), *norms]
+
+
+def _attention(a: Architecture) -> list[Parameter]:
+    q, kv, h = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden
+    if a.model_type == "phi3":  # fused, and the output projection comes first
+        return [Parameter("o_proj", q * h), Parameter("qkv_proj", (q + 2 * kv) * h)]
+    found = [Parameter("sinks", a.heads)] if a.sinks else []
+    for name, out in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+        found.append(Parameter(name, out * h))
+        if a.qkv_bias:
+            found.append(Parameter(f"{name}.bias", out))
+    found.append(Parameter("o_proj", q * h))
+    if a.output_bias:
+        found.append(Parameter("o_proj.bias", h))
+    if a.qk_norm:
+        found += [Parameter("q_norm", a.head_dim), Parameter("k_norm", a.head_dim)]
+    return found
+
+
+def _mlp(a: Architecture) -> list[Parameter]:
+    matrix = a.hidden * a.intermediate
+    if a.model_type == "phi3":
+        return [Parameter("gate_up_proj", 2 * matrix), Parameter("down_proj", matrix)]
+    return [Parameter(name, matrix) for name in ("gate_proj", "up_proj", "down_proj")]
+
+
+def _experts(a: Architecture) -> list[Parameter]:
+    """All experts of a layer are two tensors, whatever the checkpoint's files say."""
+    matrix = a.experts * a.hidden * a.moe_intermediate
+    router = Parameter("router", a.experts * a.hidden)
+    if not a.expert_bias:
+        return [Parameter("experts.gate_up_proj", 2 * matrix), Parameter("experts.down_proj", matrix), router]
+    return [
+        router,
+        Parameter("router.bias", a.experts),
+        Parameter("experts.gate_up_proj", 2 * matrix),
+        Parameter("experts.gate_up_proj_bias", a.experts * 2 * a.moe_intermediate),
+        Parameter("experts.down_proj", matrix),
+        Parameter("experts.down_proj_bias", a.experts * a.hidden),
+    ]

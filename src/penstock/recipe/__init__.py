@@ -1,0 +1,1 @@
+"""Recipes: everything that defines a run, the named ones, and their files."""

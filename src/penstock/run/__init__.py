@@ -1,0 +1,1 @@
+"""One run from its recipe to its exported model."""

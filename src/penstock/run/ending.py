@@ -1,0 +1,84 @@
+"""What ends a run before its last step: a signal, too little memory, a disk that is full or broken. Each in words.
+
+A signal only leaves its number, and the loop looks at it between steps: raised from the handler, it could come in the
+middle of an update or of a save, and no state would be whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from penstock.checkpoint.run_dir import CHECKPOINTS
+from penstock.checkpoint.store import find
+from penstock.errors import DISK_IS_FULL, DoesNotFit, Interrupted, OutputError
+from penstock.machine.signals import handling
+from penstock.recipe.recipe import Recipe
+
+
+class Stop:
+    """The signal that asked the run to end, or 0."""
+
+    number = 0
+
+
+@contextmanager
+def signals() -> Iterator[Stop]:
+    """SIGTERM and Ctrl-C end the run after the current step; a second one ends it at once."""
+    stop = Stop()
+
+    def handle(number: int, _: object) -> None:
+        if stop.number:
+            os._exit(128 + number)
+        stop.number = number
+
+    with handling(handle, signal.SIGTERM, signal.SIGINT):
+        yield stop
+
+
+def interrupted(recipe: Recipe, stop: Stop, step: int, total_steps: int) -> Interrupted:
+    """The run ended early, and where its state is now."""
+    name, run_dir = signal.Signals(stop.number).name, recipe.run_dir
+    if recipe.keep:
+        kept, remedy = f"saved in {run_dir / CHECKPOINTS}", "The same command with --resume goes on."
+    else:
+        kept, remedy = f"the model as it was then is in {run_dir / 'model'}", "With --keep 0 it cannot go on."
+    where = f"step {step} of {total_steps}"
+    return Interrupted(f"stopped by {name}; {kept}", signal_number=stop.number, where=where, remedy=remedy)
+
+
+@contextmanager
+def memory_advice(recipe: Recipe, ranks: int) -> Iterator[None]:
+    """Out of memory, in words."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        rows = recipe.rows_on(ranks)
+        raise DoesNotFit(
+            f"the GPU is out of memory with {rows} rows of {recipe.max_length} tokens at once: {error}",
+            where=recipe.name,
+            remedy=f"Try --recompute full, --micro-batch-size {max(1, rows // 2)}, or a shorter --max-length.",
+        ) from error
+
+
+@contextmanager
+def disk_advice(run_dir: Path) -> Iterator[None]:
+    """A disk that is full or broken while a run goes on, in words."""
+    try:
+        yield
+    except OSError as error:
+        whole = find(run_dir / CHECKPOINTS)
+        left = f"{whole[0]} is whole: --resume goes on from it." if whole else "No checkpoint was saved before."
+        what = f"the run can no longer be written ({error.strerror})"
+        if error.errno in DISK_IS_FULL:
+            raise DoesNotFit(what, where=str(run_dir), remedy=f"Free space on the disk. {left}") from error
+        if error.errno in (errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE):
+            remedy = f"See that the disk is there and can be written. {left}"
+            raise OutputError(what, where=str(run_dir), remedy=remedy) from error
+        raise

@@ -1,0 +1,116 @@
+"""Answers from a trained model, asked the way it was trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from penstock.checkpoint.run_dir import find_model, run_recipe
+from penstock.data.template import prompt_text
+from penstock.data.turns import Turn
+from penstock.errors import CheckpointError, RecipeError
+from penstock.machine.hardware import pick_device
+from penstock.model.attention import stock_attention
+from penstock.recipe.recipe import Recipe
+
+
+@torch.no_grad()
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    prompt: str,
+    *,
+    earlier: Sequence[Turn] = (),
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+) -> str:
+    """What the model says to `prompt` after `earlier` turns: the likeliest tokens, or drawn ones with a temperature."""
+    text = prompt_text(tokenizer, recipe, prompt, earlier)
+    # Some tokenizers would add token_type_ids, which `generate` refuses where the model takes none.
+    inputs = tokenizer(text, add_special_tokens=False, return_token_type_ids=False, return_tensors="pt")
+    inputs = inputs.to(model.device)
+    was_training = model.training
+    model.eval()
+    with stock_attention(model):
+        output = model.generate(  # type: ignore[operator]
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            do_sample=temperature > 0,
+            temperature=temperature or None,
+            top_p=None,
+            top_k=None,
+        )
+    model.train(was_training)
+    reply = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return str(reply).strip()
+
+
+class Chat:
+    """The exported model of a run, and a conversation with it."""
+
+    def __init__(self, run: Path, max_new_tokens: int, temperature: float, seed: int, device: str) -> None:
+        if max_new_tokens < 1:
+            remedy = "64 is the default."
+            raise RecipeError("must be at least 1", where=f"--max-new-tokens {max_new_tokens}", remedy=remedy)
+        if not 0 <= temperature < math.inf:
+            remedy = "0 takes the likeliest token every time; 0.7 draws among them."
+            raise RecipeError("must not be negative", where=f"--temperature {temperature}", remedy=remedy)
+        directory, self._recipe = find_model(run), run_recipe(run)
+        target = pick_device(device)
+        torch.manual_seed(seed)
+        trust = {"trust_remote_code": self._recipe.trust_remote_code}
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(directory, **trust)
+            self._model = AutoModelForCausalLM.from_pretrained(
+                directory, dtype="auto", device_map={"": target}, **trust
+            )
+        except (OSError, ValueError, SafetensorError) as error:
+            what = f"the exported model cannot be loaded: {str(error).strip().splitlines()[0]}"
+            remedy = (
+                f"Remove {directory}; `penstock export {run} --to {directory}` makes it from the newest checkpoint."
+            )
+            raise CheckpointError(what, where=str(directory), remedy=remedy) from error
+        self._max_new_tokens, self._temperature = max_new_tokens, temperature
+        self._turns: list[Turn] = []
+
+    def ask(self, prompt: str) -> str:
+        """The model's answer, with all that was said before in view."""
+        reply = answer(
+            self._model,
+            self._tokenizer,
+            self._recipe,
+            prompt,
+            earlier=self._turns,
+            max_new_tokens=self._max_new_tokens,
+            temperature=self._temperature,
+        )
+        self._turns += [Turn("user", prompt), Turn("assistant", reply)]
+        return reply
+
+
+END_WORDS = ("exit", "quit")
+
+
+def questions(lines: TextIO, *, invite: str = "") -> Iterator[str]:
+    """Lines that say something, up to `exit` or the end. From a terminal they are asked for, with line editing."""
+    if invite:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # input() edits lines once it is imported
+    while True:
+        try:
+            line = input(invite) if invite else lines.readline()
+        except EOFError:  # Ctrl-D
+            print()
+            return
+        if (not invite and not line) or line.strip().lower() in END_WORDS:
+            return
+        if line.strip():
+            yield line.strip()

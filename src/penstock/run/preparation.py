@@ -1,0 +1,176 @@
+"""What is known of a run before its weights are loaded: settings, data, number of steps, and what the plan chooses.
+
+Everything that can be wrong without a weight is found here, so that `--dry-run` makes the checks of a run and not a
+copy of them, and a mistake costs seconds instead of the time of a load.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+
+import torch
+import yaml
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from penstock.bench.this_machine import known_machine, this_machine
+from penstock.checkpoint.resume import as_begun, check_same_run, find_start, goes_on_in, verify_saved
+from penstock.checkpoint.run_dir import check_room, check_run_dir
+from penstock.data.loader import Dataset, prepare
+from penstock.engine.deepspeed_start import can_save, check_deepspeed
+from penstock.engine.ranks import ALONE, World
+from penstock.errors import UserError, counted
+from penstock.machine.hardware import describe, pick_compile, pick_device, pick_dtype
+from penstock.model.load import load_config, load_tokenizer
+from penstock.model.load_rows import build_sharded
+from penstock.plan.layout import state_bytes
+from penstock.plan.predict import Plan
+from penstock.plan.report import make_plan, short, with_recompute
+from penstock.recipe.recipe import Recipe, dials, to_dict
+from penstock.report.console import Console
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known before the weights are loaded."""
+
+    recipe: Recipe
+    device: torch.device
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    data: Dataset
+    total_steps: int
+
+
+def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resume: bool = False) -> Run:
+    """Everything that can be wrong without loading a weight is found here."""
+    device = world.pick(pick_device(recipe.device))
+    if warning := check_deepspeed(recipe, device, world, resume=resume):
+        console.say(f"WARNING: {warning}")
+    recipe = replace(recipe, keep=recipe.keep if can_save(recipe) else 0)
+    recipe = replace(recipe, dtype=pick_dtype(recipe.dtype, device), compile=pick_compile(recipe, device))
+    make_repeatable(recipe)
+    config, tokenizer = load_config(recipe), load_tokenizer(recipe)
+    if layers := getattr(config.get_text_config(), "num_hidden_layers", 0):
+        dials(recipe.recompute, layers)  # says so if there are not so many
+    with console.phase(f"Reading {recipe.data}"), world.in_turn():
+        data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say)
+    steps = math.ceil(recipe.epochs * data.train.steps_per_epoch())
+    total_steps = min(steps, recipe.max_steps) if recipe.max_steps else steps
+    recipe = replace(recipe, data_format=data.data_format)  # so that `generate` asks as the rows did
+    return Run(recipe, device, config, tokenizer, data, total_steps)
+
+
+def check_disk(run: Run, first_step: int, checkpoint_bytes: int, weight_bytes: int) -> None:
+    """Refuse a run that will write more than the disk has room for."""
+    steps, every = max(0, run.total_steps - first_step + 1), run.recipe.save_every
+    check_room(
+        run.recipe.run_dir,
+        checkpoint_bytes=checkpoint_bytes,
+        num_saves=(steps // every if every else 0) + 1 if steps else 0,
+        keep=run.recipe.keep,
+        export_bytes=weight_bytes,
+        keep_checkpoints=first_step > 1,  # of a run that begins, those that are there will be replaced
+    )
+
+
+def foresee_disk(run: Run, first_step: int) -> None:
+    """The same before a weight is loaded, which may take long. What DeepSpeed writes is known only once it is there."""
+    if run.recipe.engine == "deepspeed":
+        return
+    dtype = torch.bfloat16 if run.recipe.dtype == "bf16" else torch.float32
+    model = build_sharded(run.recipe, run.config, dtype, lambda model: model.tie_weights())
+    weights = sum(p.nbytes for p in model.parameters())
+    state = sum(state_bytes(p.numel(), run.recipe.states, dtype.itemsize) for p in model.parameters())
+    check_disk(run, first_step, weights + state, weights)
+
+
+def make_repeatable(recipe: Recipe) -> None:
+    """Seed every generator in use; with `deterministic`, refuse operations that may differ between runs."""
+    torch.manual_seed(recipe.seed)
+    if recipe.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is made
+    torch.use_deterministic_algorithms(recipe.deterministic)
+
+
+def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]:
+    """The run with what the plan chooses for it, said in advance. No plan of a model whose numbers it does not know.
+
+    A CPU is not measured for it: there is nothing to place, and the demo would wait for seconds.
+    """
+    if run.recipe.engine == "deepspeed":  # as the reference does it
+        word = "full" if run.recipe.recompute == "auto" else run.recipe.recompute
+        return replace(run, recipe=replace(run.recipe, recompute=word)), None
+    gpu = run.device.type == "cuda"
+    machine = world.share(lambda: this_machine(remeasure=False, say=console.say) if gpu else known_machine())
+    if machine is not None and machine.has_gpu != gpu:
+        machine = None
+    run = replace(run, recipe=with_recompute(run.recipe, machine, world.size))
+    if machine is None or world.many:  # the exchange between ranks is not measured
+        return run, None
+    try:
+        plan = make_plan(as_long_as_its_rows(run), machine)
+    except UserError:
+        return run, None
+    console.say(short(plan) if plan.fits else "planned: does not fit; `penstock plan` says what would. Trying anyway.")
+    return run, plan
+
+
+def as_long_as_its_rows(run: Run) -> Recipe:
+    """For the plan: layers that are not compiled compute no padding, and few or short examples fill no whole step."""
+    if run.recipe.compile:
+        return run.recipe
+    rows = run.data.train
+    return replace(
+        run.recipe,
+        batch_size=min(run.recipe.batch_size, rows.num_rows),
+        max_length=min(run.recipe.max_length, -(-rows.num_tokens // rows.num_rows)),
+    )
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a run would do."""
+
+    steps: int
+    examples: int
+    rows: int
+    tokens: int
+    trained_tokens: int
+    device: str
+    run_dir: str
+
+
+def dry_run(
+    recipe: Recipe, console: Console, *, overwrite: bool = False, resume: str = "", resume_anyway: bool = False
+) -> Outlook:
+    """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
+    console.say(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True).rstrip())
+    check_run_dir(recipe.run_dir, overwrite=overwrite, own=goes_on_in(recipe.run_dir, resume))
+    saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
+    run = prepare_run(as_begun(recipe, saved), console, resume=bool(resume))
+    if saved:
+        check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
+        verify_saved(saved, console.say)
+        console.say(f"Would go on after step {saved.step:,}, from {saved.checkpoint.path}.")
+    foresee_disk(run, saved.step + 1 if saved else 1)
+    planned(run, console, ALONE)
+    train_set = run.data.train
+    outlook = Outlook(
+        steps=run.total_steps,
+        examples=train_set.num_examples,
+        rows=train_set.num_rows,
+        tokens=train_set.num_tokens,
+        trained_tokens=train_set.num_trained,
+        device=describe(run.device),
+        run_dir=str(recipe.run_dir),
+    )
+    console.say(
+        f"Would train {recipe.model} ({recipe.init} weights) on {outlook.device} for "
+        f"{counted(outlook.steps, 'step')} of {counted(recipe.batch_size, 'row')}: "
+        f"{counted(outlook.examples, 'example')} in {counted(outlook.rows, 'row')} an epoch, "
+        f"{outlook.tokens:,} tokens, {outlook.trained_tokens:,} of them trained on; "
+        f"would write {outlook.run_dir}/ and the model to {outlook.run_dir}/model. Nothing was written."
+    )
+    return outlook

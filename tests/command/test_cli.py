@@ -1,0 +1,310 @@
+"""The command as a user types it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from penstock.command.cli import main
+from penstock.errors import RecipeError
+from penstock.recipe.file import find_recipe
+from penstock.recipe.presets import PRESETS
+
+
+def penstock(*words, cwd=None, env=None):
+    command = [sys.executable, "-m", "penstock", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **(env or {})})
+
+
+def test_flag_over_yaml_over_preset(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text("preset: demo\nlr: 2e-4\nbatch_size: 3\n")
+    recipe, _ = find_recipe(str(path))
+    assert (recipe.name, recipe.lr, recipe.batch_size) == ("mine", 2e-4, 3)
+    assert recipe.max_length == PRESETS["demo"].max_length
+    assert main(["train", str(path), "--lr", "3e-4", "--dry-run", "--json", "--output-dir", str(tmp_path / "o")]) == 0
+    resolved = json.loads(capsys.readouterr().out)["recipe"]
+    assert (resolved["lr"], resolved["batch_size"]) == (3e-4, 3)
+
+
+def test_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "demo", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "lr: " in out
+    assert "Would train demo" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "Did you mean 'train'?"),
+        (["train", "lama-8b"], "Did you mean 'llama-8b'?"),
+        (["train", "demo", "--lrr", "1"], "--lr"),
+        (["train", "demo", "--batch-size", "x"], "--batch-size"),
+        (["train", "demo", "--batch-size", "-1"], "batch_size = -1: must be at least 1"),
+        (["train", "demo", "--warmup", "100"], "warmup = 100.0: must be between 0 and 1"),
+        (["train", "demo", "--schedule", "cosin"], "schedule"),
+        (["train", "none.yaml"], "none.yaml: cannot be read"),
+        (["train", "demo", "--data", "no-such-file.jsonl"], "no-such-file.jsonl"),
+        (["train", "demo", "--model", "no/such/dir"], "no/such/dir"),
+        (["bench", "demo", "--against", "deepsped"], "Did you mean 'deepspeed'?"),
+        (["bench", "demo", "--updates", "after-nrm"], "Did you mean 'after-norm'?"),
+        (["bench", "demo", "--peer-ratio", "2"], "between 0 and 1"),
+        (["bench", "demo", "--steps", "0"], "--steps 0: must be at least 1"),
+        (["plan", "llama-8b", "--gpu", "h20"], "Did you mean 'h200'?"),
+        (["plan", "llama-8b", "--gpu", "h200", "--gpus", "0"], "--gpus 0: must be at least 1"),
+        (["train", "demo", "--data", ""], "names nothing"),
+        (["plan", "llama-8b", "--gpu", "h200", "--host-memory", "lots"], "is not a size"),
+        (["plan", "demo", "--model", "nobody/nothing", "--gpu", "h200"], "neither here nor in Hugging Face's cache"),
+        (["generate", "no-such-run", "hello"], "not the directory of a run"),
+        (["export", "no-such-run", "--to", "x"], "not the directory of a run"),
+        (["export", "no-such-run", "--verify"], "not the directory of a run"),
+        (["report", "no-such-run"], "not the directory of a run"),
+        (["report"], "no run is named"),
+        (["export", "any-run"], "nothing to do"),
+        (["train", "demo", "--keep", "-1"], "keep = -1: must not be negative"),
+        (["train", "demo", "--recompute", "full:99"], "the model has 4 layers"),
+        (["train", "demo", "--save-every", "5", "--keep", "0"], "save_every = 5: does not go with keep = 0"),
+    ],
+)
+def test_a_mistake_is_one_message_and_no_traceback(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = main(words)
+    out, err = capsys.readouterr()
+    assert code == (5 if "no-such-run" in words else 2)
+    assert message in err
+    assert "Traceback" not in out + err
+    assert len(out.splitlines()) <= 1, "at most what it was about to do"
+    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "bench-results").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "what"),
+    [
+        (["train", "demo", "--data", "no-such-file.jsonl"], 2, "no-such-file.jsonl: no such file"),
+        (["train", "demo", "--lr", "much"], 2, "the command line"),
+        (["train", "no-such-preset"], 2, "no-such-preset: there is no such preset"),
+        (["plan", "llama-70b", "--gpu", "rtx4090"], 3, "llama-70b: does not fit"),
+    ],
+)
+def test_with_json_a_failure_is_an_object_too(words, code, what, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "--json"]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert found["exit_code"] == code
+    assert found["error"].startswith(what)
+    assert ("gpu_bytes" in found) == (words[0] == "plan"), "what there is beside the error"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr: 1\nlr: 2\n", "key 'lr' stands twice"),
+        ("learning_rate: 1\n", "unknown key 'learning_rate'"),
+        ("- 1\n", "must hold `field: value` lines"),
+        ("lr: [\n", "is not YAML"),
+        ("preset: [demo]\n", r"preset: \['demo'\] is not a name"),
+        ("preset: lama\n", "there is no preset 'lama'"),
+        ("batch_size: many\n", "'many' is not a whole number"),
+    ],
+)
+def test_a_bad_yaml_file_is_refused_by_name(tmp_path, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=message) as caught:
+        find_recipe(str(path))
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_before_the_first_step_is_said(number, code, tmp_path, monkeypatch, capsys):
+    def loads_for_long(*_, **__):
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        except Exception as error:  # as libraries do
+            raise AssertionError("swallowed") from error
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("penstock.run.train.load", loads_for_long)
+    assert main(["train", "demo", "--json", "--output-dir", str(tmp_path / "run")]) == code
+    said = capsys.readouterr()
+    assert f"stopped by {number.name} while no step was under way" in said.err
+    assert json.loads(said.out)["exit_code"] == code
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_output_directory_that_cannot_be_written_is_found_first(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert main(["train", "demo", "--model", "/no/such/model", "--output-dir", str(tmp_path / "file")]) == 2
+    assert "is a file" in capsys.readouterr().err
+    assert main(["train", "demo", "--output-dir", str(tmp_path)]) == 2
+    assert "holds files of something else" in capsys.readouterr().err
+    assert main(["train", "demo", "--output-dir", "/proc/none/run"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_help_lists_every_command(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    words = ("train", "data", "plan", "bench", "doctor", "export", "generate", "report", "llama-8b")
+    assert all(word in text for word in words)
+    assert main(["--version"]) == 0
+
+
+@pytest.mark.slow
+def test_bench_of_the_demo_with_a_peer_that_is_not_there(tmp_path):
+    """Rows as one object on standard output, the same on disk, and a peer's absence is a row, not a failure."""
+    words = ("demo", "--batch-size", "2", "--max-length", "64", "--steps", "5", "--against", "flashoptim", "--json")
+    for attempt in range(3):  # whatever else runs on this machine may slow the floor alone
+        place = tmp_path / str(attempt)
+        place.mkdir()
+        result = penstock("bench", *words, cwd=place)
+        assert result.returncode == 0, result.stderr
+        assert len(result.stdout.splitlines()) == 1
+        found = json.loads(result.stdout)
+        rows = found["rows"]
+        if all(0.5 < row["step_s"] / row["floor_s"] < 20 for row in rows[:3]):
+            break
+    directory = place / found["directory"]
+    assert [row["system"] for row in rows] == ["floor", "penstock", "penstock", "flashoptim"]
+    assert [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()] == rows
+    assert json.loads((directory / "ceilings.json").read_text()) == found["ceilings"]
+    for row in rows[:3]:
+        assert row["error"] == ""
+        assert row["tokens_per_s"] == pytest.approx(128 / row["step_s"])
+        assert row["exposed_s"] == pytest.approx(row["step_s"] - row["floor_s"])
+        assert 0.5 < row["step_s"] / row["floor_s"] < 20
+    assert rows[3]["step_s"] is None
+    assert rows[3]["error"]
+    assert rows[3]["error"] in (directory / "table.txt").read_text()
+
+
+@pytest.mark.slow
+def test_the_demo_from_training_to_an_answer(tmp_path):
+    """The newcomer's path: train with --json, ask the run, export it elsewhere, load that with transformers alone."""
+    result = penstock("train", "demo", "--json", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 1
+    summary = json.loads(result.stdout)
+    wanted = {"steps", "loss_first", "loss_last", "eval_loss", "tokens", "trained_tokens", "tokens_per_s", "model_dir"}
+    assert wanted | {"run_dir"} <= set(summary)
+    assert summary["loss_last"] < summary["loss_first"] / 2
+    rows = [json.loads(line) for line in (tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, summary["steps"] + 1))
+    keys = {"step", "loss", "lr", "grad_norm", "tokens", "trained_tokens", "step_seconds"}
+    assert all(keys <= set(row) for row in rows)
+    assert summary["tokens"] == sum(row["tokens"] for row in rows)
+    answered_by_transformers_alone(tmp_path / summary["model_dir"])
+
+    said = penstock("generate", "runs/demo", summary["answer"]["prompt"], "--json", cwd=tmp_path)
+    assert json.loads(said.stdout)["answer"] == summary["answer"]["after"]
+    exported = penstock("export", "runs/demo", "--to", "elsewhere", "--shard-size", "2MB", cwd=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+    assert len(list((tmp_path / "elsewhere").glob("*.safetensors"))) > 1
+    answered_by_transformers_alone(tmp_path / "elsewhere")
+
+
+def answered_by_transformers_alone(directory):
+    """Three prompts of the training data, in a process that never imports penstock."""
+    code = """
+import json, sys
+from transformers import pipeline
+rows = [json.loads(line) for line in open(sys.argv[2], encoding="utf-8")]
+chat = pipeline("text-generation", model=sys.argv[1])
+for row in (rows[0], rows[100], rows[200]):
+    asked = [{"role": "user", "content": row["instruction"] + ("\\n\\n" + row["input"] if row["input"] else "")}]
+    reply = chat(asked, max_new_tokens=80, do_sample=False)[0]["generated_text"][-1]["content"]
+    assert reply.strip() == row["output"].strip(), (asked, reply, row["output"])
+assert "penstock" not in sys.modules
+"""
+    from importlib.resources import files
+
+    examples = files("penstock.demo") / "examples.jsonl"
+    result = subprocess.run([sys.executable, "-c", code, directory, examples], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_deepspeed_where_it_cannot_run_says_what_to_use_instead(tmp_path):
+    result = penstock("train", "demo", "--engine", "deepspeed", "--device", "cpu", "--dry-run", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "--engine penstock" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_plan_is_not_taken_for_another_engines(capsys):
+    assert main(["plan", "demo", "--engine", "deepspeed", "--gpu", "h200"]) == 2
+    assert "of DeepSpeed nothing is predicted" in capsys.readouterr().err
+
+
+def test_bench_does_not_ignore_another_engine(capsys):
+    assert main(["bench", "demo", "--engine", "deepspeed"]) == 2
+    assert "--against deepspeed" in capsys.readouterr().err
+
+
+def test_the_preview_loses_no_end_of_a_line(capsys):
+    assert main(["data", "demo"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) == 80
+    assert "% full" in text, "the last words of the longest line"
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_rank_leaves_without_taking_its_interpreter_down(joined):
+    """Threads of gloo may still hold tensors then, and abort the process."""
+    code = (
+        "import atexit, penstock.command.cli as cli, penstock.engine.ranks as ranks\n"
+        "atexit.register(print, 'taken down')\n"
+        "cli.main = lambda: (print('done', end=''), 3)[1]\n"
+        f"{'ranks.HAS_JOINED.set()' if joined else ''}\n"
+        "cli.run()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (3, "done" if joined else "donetaken down\n")
+
+
+def test_nobody_who_reads_is_no_failure():
+    """Python would find the pipe closed when it ends, and say so with exit code 120."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "penstock", "--version"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_nobody_reads_its_lines_any_more(tmp_path):
+    words = ["train", "demo", "--max-steps", "2", "--data-percent", "10", "--prompt", "None", "--output-dir", tmp_path]
+    command = [sys.executable, "-m", "penstock", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_our_warnings_are_shown_and_those_of_libraries_are_not():
+    code = (
+        "import warnings, penstock.command.cli as cli\n"
+        "cli._quiet_libraries(False)\n"
+        "warnings.warn_explicit('ours', UserWarning, 'homes.py', 1, module='penstock.offload.homes')\n"
+        "warnings.warn_explicit('theirs', UserWarning, 'x.py', 1, module='torch.x')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr == "  WARNING: ours\n"
+
+
+def test_help_shows_where_a_recipe_goes(capsys):
+    assert main(["train", "--help"]) == 0
+    assert "usage: penstock train [RECIPE]" in capsys.readouterr().out

@@ -1,0 +1,81 @@
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from penstock.errors import RecipeError
+from penstock.machine import hardware
+from penstock.machine.hardware import (
+    available_host_bytes,
+    near_cores,
+    parse_cores,
+    pick_compile,
+    pick_device,
+    usable_cores,
+)
+from penstock.recipe.recipe import Recipe
+
+
+def test_the_device_follows_the_recipe():
+    assert pick_device("cpu") == torch.device("cpu")
+    assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_layers_are_compiled_on_a_gpu_by_our_own_engine():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert pick_compile(Recipe(), gpu)
+    assert not pick_compile(Recipe(), cpu)
+    assert not pick_compile(Recipe(compile=False), gpu)
+    assert not pick_compile(Recipe(engine="deepspeed"), gpu)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_said():
+    with pytest.raises(RecipeError, match="torch sees no GPU"):
+        pick_device("cuda")
+
+
+def test_a_cgroup_limit_counts(tmp_path, monkeypatch):
+    (tmp_path / "max").write_text("3000\n")
+    (tmp_path / "current").write_text("1000\n")
+    monkeypatch.setattr("penstock.machine.hardware.CGROUP_FILES", ((str(tmp_path / "max"), str(tmp_path / "current")),))
+    assert available_host_bytes() == 2000
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 300\nactive_file 100\n")
+    assert available_host_bytes() == 2400
+    (tmp_path / "max").write_text("max\n")
+    assert available_host_bytes() > 2000
+
+
+def test_there_are_cores():
+    assert usable_cores()
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), ("5", {5}), ("", set()), ("0-0", {0})]
+)
+def test_cores_are_read_as_the_kernel_writes_them(text, cores):
+    assert parse_cores(text) == cores
+
+
+@pytest.mark.parametrize(("local", "expected"), [("1\n", [1]), ("64-127\n", [0, 1]), (None, [0, 1])])
+def test_near_cores_are_those_of_the_gpus_node(tmp_path, monkeypatch, local, expected):
+    device = tmp_path / "0000:8a:00.0"
+    device.mkdir()
+    if local is not None:
+        (device / "local_cpulist").write_text(local)
+    monkeypatch.setattr(hardware, "PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: [0, 1])
+    card = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x8A, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    assert near_cores(torch.device("cuda")) == expected
+    assert near_cores(torch.device("cpu")) == [0, 1]
+
+
+def test_a_limit_of_addresses_counts():
+    code = (
+        "import resource; from penstock.machine.hardware import available_host_bytes as free; before = free();"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30)); assert free() < min(before, 2**30), free()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,155 @@
+"""`penstock train --gpus 2` as a user types it: ranks start, agree, fail and end together."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from penstock.command.cli import main
+from penstock.errors import RecipeError
+from penstock.machine.launch import Machines, launch
+
+TINY = "num_hidden_layers=1,hidden_size=16,intermediate_size=16,num_attention_heads=2,num_key_value_heads=1,head_dim=8"
+RUN = [
+    "train", "demo", "--init", "random", "--shape", TINY, "--prompt", "None", "--data-percent", "20", "--dtype", "fp32",
+    "--max-length", "64", "--batch-size", "4", "--device", "cpu",
+]  # fmt: skip
+
+
+def start(*words, **options):
+    command = [sys.executable, "-m", "penstock", *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def rows(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for_rows(run, count, process):
+    deadline = time.monotonic() + 300
+    while not (run / "metrics.jsonl").exists() or len(rows(run)) < count:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline, "the ranks did not begin"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"gpus": 0}, "at least 1"),
+        ({"nodes": 2}, "2 machines must find each other"),
+        ({"nodes": 2, "rendezvous": "10.0.0.1"}, "2 machines must find each other"),
+        ({"nodes": 2, "rendezvous": "10.0.0.1:29500", "node_rank": 2}, "there are 2 machines"),
+    ],
+)
+def test_machines_that_cannot_be_are_refused(values, message):
+    with pytest.raises(RecipeError, match=message):
+        Machines(**values)
+
+
+def test_ranks_of_several_machines_count_on():
+    machines = Machines(gpus=2, nodes=3, node_rank=1, rendezvous="10.0.0.1:29500")
+    told = machines.environment(1, ("10.0.0.1", 29500))
+    assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"], told["LOCAL_WORLD_SIZE"]) == ("3", "6", "1", "2")
+
+
+def test_an_error_of_all_ranks_is_shown_once_with_its_code(capfd):
+    assert launch(["train", "no-such-preset"], Machines(gpus=2), debug=False) == 2
+    out, err = capfd.readouterr()
+    assert err.count("no-such-preset: there is no such preset") == 1
+    assert err.startswith("penstock: rank ")
+    assert out == ""
+
+
+def test_a_mistake_is_found_before_any_rank_starts(capsys, tmp_path):
+    assert main(["train", "demo", "--gpus", "2", "--nodes", "2"]) == 2
+    assert "--rendezvous" in capsys.readouterr().err
+    assert main(["train", "demo", "--gpus", "2", "--lr", "-1"]) == 2
+    assert main(["train", "demo", "--gpus", "5", "--batch-size", "4", "--dry-run"]) == 2
+    assert "5 ranks need a row each" in capsys.readouterr().err
+    assert main(["train", "demo", "--gpus", "2", "--dry-run", "--output-dir", str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.slow
+def test_two_ranks_are_stopped_saved_and_taken_up_by_one(tmp_path):
+    """SIGTERM to the launcher: all ranks finish the same step, save and exit 143; the curve goes on on one rank."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    steps = ["--epochs", "20", "--max-steps", "160", "--keep", "1", "--json"]  # enough for the signal to come in time
+    assert main([*RUN, *steps, "--output-dir", str(whole)]) == 0
+    process = start(*RUN, *steps, "--gpus", "2", "--output-dir", run)
+    wait_for_rows(run, 2, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 143, err
+    assert err.count(": stopped by SIGTERM") == 1
+    assert json.loads((run / "ranks.json").read_text())["ranks"] == 2
+    assert 2 <= len(rows(run)) < 160
+    (saved,) = (run / "checkpoints").iterdir()
+    assert saved.name == f"step-{len(rows(run)):08}"
+    assert main([*RUN, *steps, "--output-dir", str(run), "--resume"]) == 0
+    ours, theirs = ([row["loss"] for row in rows(path)] for path in (run, whole))
+    assert len(ours) == 160
+    assert ours[:40] == pytest.approx(theirs[:40], rel=1e-4)  # roundings grow from step to step
+    assert json.loads(out)["exit_code"] == 143, "one object is the only thing on standard output"
+
+
+@pytest.mark.slow
+def test_a_run_goes_from_two_ranks_to_one_and_back_to_two(tmp_path):
+    """The same rows and the same losses to rounding as on one rank; int8 state and its scales go along."""
+    whole, two, one, other = (tmp_path / name for name in ("whole", "two", "one", "other"))
+    shape = TINY.replace("hidden_size=16", "hidden_size=512")
+    words = ["--shape", shape, "--states", "int8", "--max-steps", "6", "--keep", "3", "--save-every", "2", "--json"]
+    assert main([*RUN, *words, "--output-dir", str(whole)]) == 0
+    first = start(*RUN, *words, "--gpus", "2", "--output-dir", two)
+    _, err = first.communicate(timeout=300)
+    assert first.returncode == 0, err
+    resume = ["--resume", str(two / "checkpoints" / "step-00000002")]
+    assert main([*RUN, *words, "--output-dir", str(one), *resume]) == 0
+    resume = ["--resume", one / "checkpoints" / "step-00000004"]
+    process = start(*RUN, *words, "--gpus", "2", "--output-dir", other, *resume)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert json.loads(out)["steps"] == 6
+    for run in (two, one, other):
+        assert [row["tokens"] for row in rows(run)] == [row["tokens"] for row in rows(whole)]
+        assert [row["loss"] for row in rows(run)] == pytest.approx([row["loss"] for row in rows(whole)], rel=1e-3)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(other / "model")
+    assert sum(p.numel() for p in model.parameters()) > 100_000
+    assert not (other / "model.unchecked").exists()
+    shown = [line for line in err.splitlines() if line.startswith("Training")]
+    assert len(shown) == 1, "only the first rank prints"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be shared out")
+@pytest.mark.parametrize(("flags", "ranks_on_a_core"), [([], 1), (["--no-bind-cores"], 2)])
+def test_ranks_keep_to_their_cores_unless_told_otherwise(tmp_path, flags, ranks_on_a_core):
+    process = start(*RUN, "--max-steps", "1", "--keep", "0", "--gpus", "2", "--output-dir", tmp_path / "run", *flags)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    cores = json.loads((tmp_path / "run" / "facts" / "environment.json").read_text())["cores"]
+    assert cores == len(os.sched_getaffinity(0)) * ranks_on_a_core // 2
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_all_ranks_with_its_error_once(tmp_path):
+    run = tmp_path / "run"
+    process = start(*RUN, "--max-steps", "5000", "--epochs", "5000", "--gpus", "2", "--output-dir", run)
+    wait_for_rows(run, 2, process)
+    children = psutil.Process(process.pid).children()
+    by_rank = {child.environ()["RANK"]: child for child in children}
+    os.kill(by_rank["1"].pid, signal.SIGKILL)
+    killed = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - killed < 10
+    assert process.returncode == 128 + signal.SIGKILL
+    assert err.count("penstock:") == 1
+    assert "rank 1: was killed by SIGKILL" in err
+    assert not any(child.is_running() for child in children)

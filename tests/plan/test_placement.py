@@ -1,0 +1,85 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.offload.homes import Chunk
+from penstock.plan.placement import LEAD, SMALL, deal, joined
+from penstock.update.formats import FORMATS
+
+MIX = {"gpu": 0.58, "stream": 0.25, "host": 0.17}
+
+
+def cut(sizes, chunk_size):
+    return [
+        [Chunk(i, at, min(chunk_size, size - at), torch.bfloat16, FORMATS["fp32"]) for at in range(0, size, chunk_size)]
+        for i, size in enumerate(sizes)
+    ]
+
+
+def layers(num, size=1000):
+    return [5 * size, *([size, 3 * size, 3 * size, 3 * size, 1] * num), 5 * size]
+
+
+def share(dealt, home):
+    sizes = {name: sum(c.size for c in chunks) for name, chunks in dealt.items()}
+    return sizes[home] / sum(sizes.values())
+
+
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=60),
+    st.integers(1, 700),
+    st.sampled_from([MIX, {"gpu": 1.0}, {"stream": 1.0}, {"host": 0.5, "gpu": 0.5}, {"stream": 0.2, "host": 0.8}]),
+)
+def test_every_element_has_one_home(sizes, chunk_size, shares):
+    dealt = deal(cut(sizes, chunk_size), shares)
+    assert {name for name, chunks in dealt.items() if chunks} <= set(shares)
+    for index, size in enumerate(sizes):
+        own = sorted((c for chunks in dealt.values() for c in chunks if c.parameter == index), key=lambda c: c.start)
+        assert own[0].start == 0
+        assert all(a.start + a.size == b.start for a, b in itertools.pairwise(own))
+        assert own[-1].start + own[-1].size == size
+    assert all(c.size <= chunk_size for name in ("stream", "host") for c in dealt[name])
+
+
+@pytest.mark.parametrize("shares", [MIX, {"gpu": 0.7, "stream": 0.3}, {"stream": 0.6, "host": 0.4}])
+def test_shares_are_kept_over_the_model_and_over_its_stretches(shares):
+    sizes = layers(200)
+    dealt = deal(cut(sizes, 160), shares)
+    for home, wanted in shares.items():
+        assert share(dealt, home) == pytest.approx(wanted, abs=0.01)
+    half = sum(sizes) / 2
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    for home in set(shares) - {"gpu"}:
+        late = sum(c.size for c in dealt[home] if starts[c.parameter] > half)
+        assert late / sum(c.size for c in dealt[home]) == pytest.approx(0.5, abs=0.06)
+
+
+def test_first_weights_and_small_ones_are_resident():
+    sizes = layers(200)
+    dealt = deal(cut(sizes, 160), MIX)
+    resident = {c.parameter: c.size for c in dealt["gpu"]}
+    passed = 0
+    for index, size in enumerate(sizes):
+        if passed < LEAD * sum(sizes) or size < SMALL * sum(sizes):
+            assert resident[index] == size
+        passed += size
+
+
+def test_host_gets_whole_parameters_beside_others():
+    dealt = deal(cut(layers(50), 160), MIX)
+    elsewhere = {c.parameter for name in ("gpu", "stream") for c in dealt[name]}
+    assert dealt["host"]
+    assert not elsewhere & {c.parameter for c in dealt["host"]}
+
+
+def test_a_small_share_of_the_gpu_is_not_exceeded():
+    assert share(deal(cut(layers(20), 160), {"gpu": 0.01, "stream": 0.99}), "gpu") < 0.02
+
+
+def test_neighbours_are_joined():
+    chunks = [chunk for parameter in cut([10, 7], 4) for chunk in parameter]
+    assert [(c.parameter, c.start, c.size) for c in joined(chunks)] == [(0, 0, 10), (1, 0, 7)]
+    assert [(c.start, c.size) for c in joined([chunks[0], chunks[2]])] == [(0, 4), (8, 2)]

@@ -1,0 +1,63 @@
+"""What a run knows before its weights are loaded. Its checks are tried in test_cli.py, as a user meets them."""
+
+import dataclasses
+
+import pytest
+
+from penstock.bench import this_machine as probe
+from penstock.engine.native import NativeEngine
+from penstock.engine.ranks import ALONE
+from penstock.errors import DoesNotFit
+from penstock.machine.known import H200
+from penstock.model.load import load_model
+from penstock.recipe.presets import PRESETS
+from penstock.report.console import Console
+from penstock.run import preparation
+from penstock.run.preparation import dry_run, foresee_disk, planned, prepare_run
+
+DEMO = PRESETS["demo"]
+
+
+def test_a_run_says_its_plan_once_the_machine_was_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    run = prepare_run(DEMO, Console(quiet=True))
+    assert planned(run, Console(), ALONE)[1] is None, "a CPU is not measured for it"
+    monkeypatch.setattr(probe, "measure", lambda: dataclasses.replace(H200, name="cpu", gpu_bytes=0))
+    probe.this_machine(remeasure=False, say=print)
+    if run.device.type == "cpu":
+        _, plan = planned(run, Console(), ALONE)
+        assert plan is not None
+        assert plan.fits
+        assert "planned: " in capsys.readouterr().out
+
+
+TINY = {
+    "init": "random", "tokenizer": "demo", "data": "demo", "max_length": 64,
+    "shape": "num_hidden_layers=1,hidden_size=32,intermediate_size=48,vocab_size=2048,num_attention_heads=4,"
+    "num_key_value_heads=2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("states", ["fp32", "int8"])
+@pytest.mark.parametrize("recipe", [DEMO, dataclasses.replace(PRESETS["qwen3-14b"], **TINY)], ids=["tied", "untied"])
+def test_what_a_run_will_write_is_known_before(recipe, states, dtype, monkeypatch):
+    run = prepare_run(dataclasses.replace(recipe, states=states, dtype=dtype), Console(quiet=True))
+    engine = NativeEngine(load_model(run.recipe, run.config, run.device, print), run.recipe, print)
+    sizes = {group: sum(t.num_bytes for t in tensors) for group, tensors in engine.saved_tensors().items()}
+    engine.release()
+    foreseen = []
+    monkeypatch.setattr(preparation, "check_disk", lambda _run, _first, *found: foreseen.append(found))
+    foresee_disk(run, 1)
+    ((checkpoint_bytes, weight_bytes),) = foreseen
+    assert weight_bytes == sizes["weights"]
+    assert 0 <= sum(sizes.values()) - checkpoint_bytes < 100, "only the count of steps and its like are not foreseen"
+
+
+def test_a_dry_run_looks_at_the_disk(tmp_path):
+    """Petabytes of weights and state: no disk has room for them."""
+    shape = f"num_hidden_layers=1,hidden_size={2**20},intermediate_size={2**26}"
+    huge = dataclasses.replace(PRESETS["llama-8b"], **TINY | {"shape": shape}, output_dir=str(tmp_path / "not/there"))
+    with pytest.raises(DoesNotFit, match=r"of disk, .* are free"):
+        dry_run(huge, Console(quiet=True))
+    assert list(tmp_path.iterdir()) == []
