@@ -283,26 +283,27 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported(server, t
 
 
 DEAD_THREAD = """
-import penstock.engine.native as native
-import penstock.offload.homes as homes
-from functools import partial
-native.OffloadAdamW = partial(native.OffloadAdamW, homes="host")
-update, calls = homes.adamw_, []
+import threading
+from penstock.update.host_threads import HostThreads
+begin, calls = HostThreads.begin, []
 def dies(*args):
+    assert threading.current_thread() is not threading.main_thread()
     calls.append(1)
-    if len(calls) > 40:
+    if len(calls) > 5 * 38:  # the demo has 38 parameters, each a chunk
         raise MemoryError("a thread is gone")
-    update(*args)
-homes.adamw_ = dies
+    return begin(*args)
+HostThreads.begin = dies
 """
 
 
 def test_a_worker_thread_that_dies_ends_the_run_with_its_error(server, tmp_path):
     start = time.monotonic()
-    ended = server.train(tmp_path / "run", "--max-steps", "1000", "--save-every", "2", code=DEAD_THREAD)
+    flags = ["--homes", "host", "--max-steps", "1000", "--save-every", "2"]
+    ended = server.train(tmp_path / "run", *flags, code=DEAD_THREAD)
     assert ended.code == 1, ended.text
     assert "MemoryError: a thread is gone" in ended.text
     assert time.monotonic() - start < 20
+    assert checkpoints(tmp_path / "run")
     assert all(is_whole(path) for path in checkpoints(tmp_path / "run"))
 
 

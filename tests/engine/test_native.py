@@ -12,7 +12,7 @@ from penstock.engine.trial import full_batch
 from penstock.errors import DoesNotFit
 from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.recipe.presets import PRESETS
-from penstock.update.kernels import join
+from penstock.update.master import join
 
 TINY = {
     "llama-8b": "num_attention_heads=4,num_key_value_heads=2",
@@ -174,7 +174,7 @@ def test_weights_are_rounded_before_anything_is_compiled_or_tried(monkeypatch):
     engine = NativeEngine(model, recipe, lambda _: None)
     assert seen == [{torch.bfloat16}]
     masters = {
-        parameter: join(parameter.detach().flatten(), torch.cat([view.remainder for view in views]))
+        parameter: join(parameter.detach().flatten(), torch.cat([view["remainder"] for view in views]))
         for parameter, views in engine.optimizer.chunk_states()
     }
     assert all(torch.equal(masters[p], e) for p, e in zip(model.parameters(), exact, strict=True)), "no bit is lost"

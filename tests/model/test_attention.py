@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.errors import ModelError
 from penstock.model.attention import VARLEN, Segments, _attend, attention_inputs, stock_attention, use_attention
+from penstock.model.decoder import find_decoder
 from penstock.model.loss import packed_loss
-from penstock.model.units import find_units
 
 CPU = torch.device("cpu")
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -49,7 +49,7 @@ def test_packed_equals_alone(name, backend):
             use_attention(model, backend)
         return
     use_attention(model, backend)
-    units = find_units(model)
+    units = find_decoder(model)
     inputs = attention_inputs(units.backbone.config, tuple(batch.input_ids.shape), torch.float32, batch.segments)
     got = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **inputs).logits
     torch.testing.assert_close(got.flatten(0, 1), torch.cat(expected), rtol=0, atol=1e-5)
@@ -183,7 +183,7 @@ def test_attention_is_its_definition(lengths, window, sink, kv_heads):
 def test_layers_can_be_compiled():
     """Segments are plain inputs of a layer, so a compiled layer takes them (with breaks on the CPU, for now)."""
     model, batch = tiny_model("llama"), packed()
-    units = find_units(model)
+    units = find_decoder(model)
     use_attention(model, "auto")
     args = (units, batch.input_ids, batch.position_ids, batch.segments, batch.target_index, batch.targets)
     expected = packed_loss(*args)

@@ -8,11 +8,11 @@ from torch import Tensor
 from penstock.model import attention
 from penstock.model.attention import Segments, stock_attention, use_attention
 from penstock.model.compiled import _changes_in_place, set_compile
+from penstock.model.decoder import find_decoder
 from penstock.model.loss import packed_loss
 from penstock.model.recompute import set_recompute
-from penstock.model.units import find_units
 from penstock.offload.optimizer import OffloadAdamW
-from penstock.offload.units import Unit
+from penstock.offload.trained import TrainedUnit
 from penstock.recipe.recipe import dials
 
 
@@ -30,7 +30,7 @@ def loss_of(model, units, batch):
 
 
 def gradients(model, *, on, recompute="none", say=lambda _: None):
-    units = find_units(model)
+    units = find_decoder(model)
     use_attention(model, "auto")
     num_layers = len(units.layers)
     set_recompute(units.layers, dials("none", num_layers))
@@ -63,7 +63,7 @@ def test_layers_share_one_compilation_and_no_step_needs_another():
     model = tiny_model("llama")
     gradients(model, on=True)
     torch._dynamo.utils.counters.clear()
-    units = find_units(model)
+    units = find_decoder(model)
     loss_of(model, units, packed()).backward()
     with torch.no_grad(), stock_attention(model):
         model(input_ids=torch.tensor([[1, 2, 3]]))  # another shape, but the plain forward
@@ -72,7 +72,7 @@ def test_layers_share_one_compilation_and_no_step_needs_another():
 
 def plain_and_compiled(model, device="cpu", compiled=True, recompute="none"):
     """Loss and gradients of two rows of one segment each: without loops over segments, the compiler sees all of it."""
-    units = find_units(model)
+    units = find_decoder(model)
     use_attention(model, "auto")
     ids = torch.randint(3, 90, (2, 16), generator=torch.Generator().manual_seed(0)).to(device)
     positions = torch.arange(16, device=device).expand(2, -1)
@@ -104,7 +104,7 @@ def test_compiled_layers_keep_less_when_products_that_widen_are_computed_again(m
 
     def wide_tensors_kept(recompute):
         model = tiny_model("llama", hidden_size=32, intermediate_size=96)
-        units, sizes = find_units(model), []
+        units, sizes = find_decoder(model), []
         use_attention(model, "auto")
         set_compile(units.layers, True, pytest.fail, dials(recompute, len(units.layers)))
         ids = torch.randint(3, 90, (2, 25), generator=torch.Generator().manual_seed(0))
@@ -113,7 +113,7 @@ def test_compiled_layers_keep_less_when_products_that_widen_are_computed_again(m
             packed_loss(units, ids, positions, segments, torch.arange(49), ids.flatten()[1:])
         return sizes.count(50 * 96)
 
-    gate_and_up = 2 * len(find_units(tiny_model("llama")).layers)
+    gate_and_up = 2 * len(find_decoder(tiny_model("llama")).layers)
     assert wide_tensors_kept("none") == gate_and_up
     assert wide_tensors_kept("selected") == 0
 
@@ -123,7 +123,7 @@ PACKINGS = (((9, 1, 6), (3, 13)), ((8, 8), (2, 14)), ((1,) * 16, (16,)), ((5, 5,
 
 def graphs_of(model, packings, device="cpu"):
     """How many graphs were compiled for a step with each packing."""
-    units = find_units(model)
+    units = find_decoder(model)
     use_attention(model, "auto")
     set_compile(units.layers, True, pytest.fail)
     torch._dynamo.utils.counters.clear()
@@ -180,13 +180,13 @@ def test_a_compiled_layer_waits_for_its_update():
 
     def train(on):
         model = tiny_model("llama")
-        units = find_units(model)
+        units = find_decoder(model)
         use_attention(model, "auto")
         set_compile(units.layers, on, lambda _: None)
         optimizer = OffloadAdamW(model, lr=1e-2, homes="stream", units=units.layers)
         waits = []
-        real = Unit.wait
-        Unit.wait = lambda unit, *where: (waits.append(bool(unit.updates)), real(unit, *where))[1]
+        real = TrainedUnit.wait
+        TrainedUnit.wait = lambda unit, *where: (waits.append(bool(unit.updates)), real(unit, *where))[1]
         try:
             losses = []
             for _ in range(4):
@@ -196,7 +196,7 @@ def test_a_compiled_layer_waits_for_its_update():
                 optimizer.zero_grad()
                 losses.append(float(loss.detach()))
         finally:
-            Unit.wait = real
+            TrainedUnit.wait = real
         optimizer.close()
         return losses, sum(waits)
 
@@ -220,5 +220,5 @@ def test_without_a_compiler_layers_run_as_they_are(monkeypatch):
 
 
 def test_layers_that_change_a_product_in_place_are_not_replayed_by_the_compiler():
-    layers = {kind: find_units(tiny_model(kind)).layers[0] for kind in ("gemma3n_text", "llama")}
+    layers = {kind: find_decoder(tiny_model(kind)).layers[0] for kind in ("gemma3n_text", "llama")}
     assert {kind: _changes_in_place(layer) for kind, layer in layers.items()} == {"gemma3n_text": True, "llama": False}

@@ -16,8 +16,8 @@ from tiny import COMMON, OTHERS, SEVEN, tiny_config, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from penstock.errors import ModelError
+from penstock.model.decoder import find_decoder
 from penstock.model.load import drop_dropout, load_config, load_model, load_tokenizer, refuse_lost_scaling
-from penstock.model.units import find_units
 from penstock.recipe.recipe import Recipe
 
 CPU = torch.device("cpu")
@@ -206,7 +206,7 @@ def test_mxfp4_is_dequantized_and_saves_as_plain_weights(tmp_path, dtype):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16 if dtype == "bf16" else torch.float32}
     for name, weight in model.state_dict().items():
         assert torch.equal(weight.float(), expected[name].float()), name
-    find_units(model)
+    find_decoder(model)
     model.save_pretrained(tmp_path / "plain")
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     assert_same(load(model=str(tmp_path / "plain"), dtype=dtype), model)

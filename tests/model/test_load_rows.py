@@ -8,7 +8,7 @@ from rank_jobs import CPU, silent, tiny
 from tiny import tiny_model
 
 from penstock.model.load import load_config, load_model
-from penstock.update.kernels import join
+from penstock.update.master import join
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from penstock.errors import ModelError
 from penstock.model import loss as loss_module
 from penstock.model.attention import use_attention
+from penstock.model.decoder import find_decoder
 from penstock.model.load import drop_dropout
 from penstock.model.loss import check_logits, loss_sum, packed_loss
 from penstock.model.recompute import set_recompute
-from penstock.model.units import find_units
 from penstock.recipe.recipe import dials
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -123,7 +123,7 @@ def test_without_gradients_only_the_loss_is_computed():
 @pytest.mark.parametrize("name", [*SEVEN, *OTHERS])
 def test_models_logits_are_understood(name):
     model = tiny_model(name)
-    units = find_units(model)
+    units = find_decoder(model)
     use_attention(model, "auto")
     for mode in (True, False):
         check_logits(model.train(mode), units)
@@ -132,7 +132,7 @@ def test_models_logits_are_understood(name):
 
 def test_logits_treated_in_an_unknown_way_are_refused():
     model = tiny_model("granite")
-    units = find_units(model)
+    units = find_decoder(model)
     use_attention(model, "auto")
     ignorant = dataclasses.replace(units, head=dataclasses.replace(units.head, scale=1.0))
     with pytest.raises(ModelError, match="treats its logits in a way that is not known"):
@@ -162,7 +162,7 @@ def test_noise_that_a_setting_adds_is_switched_off(said):
 def checked(config):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    units = find_units(model)
+    units = find_decoder(model)
     use_attention(model, "auto")
     check_logits(model, units)
 
@@ -171,7 +171,7 @@ def checked(config):
 @pytest.mark.parametrize("name", [*SEVEN, *OTHERS])
 def test_one_training_step_lowers_the_loss(name, recompute):
     model, batch = tiny_model(name), packed()
-    units = find_units(model)
+    units = find_decoder(model)
     use_attention(model, "auto")
     set_recompute(units.layers, dials(recompute, len(units.layers)))
     args = (units, batch.input_ids, batch.position_ids, batch.segments, batch.target_index, batch.targets)
@@ -186,7 +186,7 @@ def test_one_training_step_lowers_the_loss(name, recompute):
 
 def test_only_trained_positions_count():
     model, batch = tiny_model("llama"), packed()
-    units = find_units(model)
+    units = find_decoder(model)
     use_attention(model, "auto")
     ids = (batch.input_ids, batch.position_ids, batch.segments)
     parts = [packed_loss(units, *ids, batch.target_index[i], batch.targets[i]) for i in (slice(5), slice(5, None))]
@@ -197,7 +197,7 @@ def test_only_trained_positions_count():
 def test_hooks_of_the_head_run_though_the_loss_bypasses_its_forward():
     """An engine waits for the head's update in such a hook, and FSDP gathers its shards in one."""
     model, batch = tiny_model("llama"), packed()
-    units = find_units(model)
+    units = find_decoder(model)
     use_attention(model, "auto")
     calls = []
     model.lm_head.register_forward_pre_hook(lambda *_: calls.append("before"))

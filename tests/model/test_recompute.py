@@ -7,14 +7,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import RecipeError
 from penstock.model.attention import use_attention
+from penstock.model.decoder import find_decoder
 from penstock.model.loss import packed_loss
 from penstock.model.recompute import PRODUCTS, Recomputed, set_recompute
-from penstock.model.units import find_units
 from penstock.recipe.recipe import dials
 
 
 def gradients(model, choice):
-    units = find_units(model)
+    units = find_decoder(model)
     use_attention(model, "auto")
     set_recompute(units.layers, dials(choice, len(units.layers)))
     batch = packed()
@@ -41,7 +41,7 @@ def test_a_product_that_is_changed_in_place_gets_full_and_that_is_said():
         with pytest.warns(UserWarning, match="layers that change a product in place get `full`"):
             got = gradients(model, "selected")
         assert all(torch.equal(a, b) for a, b in zip(kept, got, strict=True))
-    calls, batch, units = [], packed(), find_units(model)
+    calls, batch, units = [], packed(), find_decoder(model)
     units.layers[0].self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
     packed_loss(units, batch.input_ids, batch.position_ids, batch.segments, batch.target_index, batch.targets)
     assert calls == [1], "it is found out once"
@@ -72,7 +72,7 @@ def test_every_way_to_change_a_product_is_noticed(change):
 
 def test_layers_run_again_in_backward_and_hooks_do_not():
     model = tiny_model("llama")
-    units = find_units(model)
+    units = find_decoder(model)
     use_attention(model, "auto")
     attention_calls, hook_calls = [0, 0], [0, 0]
     for number, layer in enumerate(units.layers):
@@ -87,7 +87,7 @@ def test_layers_run_again_in_backward_and_hooks_do_not():
 
 def products_in_backward(choice, **shape):
     model, batch = tiny_model("llama", **shape), packed()
-    units = find_units(model)
+    units = find_decoder(model)
     use_attention(model, "auto")
     set_recompute(units.layers, dials(choice, len(units.layers)))
     args = (units, batch.input_ids, batch.position_ids, batch.segments, batch.target_index, batch.targets)
@@ -120,7 +120,7 @@ def test_a_number_counts_layers_from_the_first():
 
 def test_nothing_is_recomputed_without_gradients():
     model = tiny_model("llama")
-    units = find_units(model)
+    units = find_decoder(model)
     set_recompute(units.layers, dials("full", len(units.layers)))
     calls = []
     units.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
@@ -130,7 +130,7 @@ def test_nothing_is_recomputed_without_gradients():
 
 
 def test_none_restores_the_layer():
-    layers = find_units(tiny_model("llama")).layers
+    layers = find_decoder(tiny_model("llama")).layers
 
     def replaced(*args, **kwargs):
         return type(layers[1]).forward(layers[1], *args, **kwargs)

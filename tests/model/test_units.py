@@ -1,110 +1,85 @@
-"""Every weight in exactly one unit, in the order forward needs them, or a refusal that says why."""
+"""Units of any module tree: lists, modules that are named, tied and frozen weights."""
 
-import pytest
 import torch
-from tiny import COMMON, OTHERS, SEVEN, packed, tiny_model
+from small_net import Net
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from penstock.errors import ModelError
-from penstock.model.attention import use_attention
-from penstock.model.loss import packed_loss
 from penstock.model.units import find_units
 
 
-@pytest.mark.parametrize("name", [*SEVEN, *OTHERS])
-def test_every_parameter_is_in_exactly_one_unit(name):
-    model = tiny_model(name)
-    units = find_units(model)
-    listed = [(n, id(p)) for unit in units.units for n, p in unit.parameters]
-    assert sorted(listed) == sorted((n, id(p)) for n, p in model.named_parameters())
-    assert [u.name for u in units.units][:3] == ["embedding", "layer 0", "layer 1"]
-    assert len(units.layers) == 2
-    assert units.backbone is model.base_model
-    assert units.head.weight is model.get_output_embeddings().weight
+def described(model, chosen=None):
+    """Unit -> names of its parameters."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {unit.name: [names[id(p)] for p in unit.parameters] for unit in find_units(model, chosen)}
 
 
-@pytest.mark.parametrize("name", [*SEVEN, *OTHERS])
-def test_forward_needs_units_in_their_order(name):
-    """The modules that a unit names run before any of its weights is used, and units come first to last."""
-    model = tiny_model(name)
-    units = find_units(model)
-    use_attention(model, "auto")
-    called: list[str] = []
-    for unit in units.units:
-        for module in unit.modules:
-            module.register_forward_pre_hook(lambda *_, name=unit.name: called.append(name))
-    batch = packed()
-    packed_loss(units, batch.input_ids, batch.position_ids, batch.segments, batch.target_index, batch.targets)
-    first_calls = list(dict.fromkeys(called))
-    assert first_calls == [unit.name for unit in units.units]
+def block():
+    return nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
 
 
-def test_tied_weight_is_listed_once_where_it_is_first_needed():
-    model = tiny_model("llama-tied")
-    units = find_units(model)
-    assert units.tied == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert [u.name for u in units.units] == ["embedding", "layer 0", "layer 1", "norm"]
-    assert units.head.weight is model.model.embed_tokens.weight
+def test_elements_of_a_list_are_whole_and_other_modules_have_their_own_weights():
+    model = nn.Module()
+    model.own = nn.Parameter(torch.ones(2))
+    model.first, model.layers, model.last = nn.Linear(2, 3), nn.ModuleList([block(), block()]), block()
+    assert described(model) == {
+        "": ["own"],
+        "first": ["first.weight", "first.bias"],
+        "layers.0": [f"layers.0.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")],
+        "layers.1": [f"layers.1.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")],
+        "last.0": ["last.0.weight", "last.0.bias"],
+        "last.1": ["last.1.weight", "last.1.bias"],
+    }
+    assert all(model.get_submodule(unit.name) is unit.module for unit in find_units(model))
 
 
-def test_untied_model_has_no_other_names():
-    assert find_units(tiny_model("llama")).tied == {}
+def test_lists_and_dictionaries_in_a_list_are_taken_apart_since_nobody_calls_them():
+    model = nn.ModuleList([nn.ModuleList([block(), nn.Linear(3, 3)]), nn.ModuleDict({"a": nn.Linear(3, 3)})])
+    assert list(described(model)) == ["0.0", "0.1", "1.a"]
 
 
-def test_frozen_parameters_are_left_out():
-    model = tiny_model("llama")
-    model.model.layers[0].requires_grad_(False)
-    names = [n for unit in find_units(model).units for n, _ in unit.parameters]
-    assert names
-    assert not any(n.startswith("model.layers.0.") for n in names)
+def test_a_list_in_a_layer_belongs_to_the_layer():
+    layer = nn.Module()
+    layer.gate, layer.experts = nn.Linear(3, 2), nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    model = nn.ModuleList([layer])
+    assert list(described(model)) == ["0"]
+    assert len(described(model)["0"]) == 6
 
 
-def test_finds_units_without_weights_in_memory():
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SEVEN["qwen3"]))
-    assert len(find_units(model).units) == 5
+def test_modules_that_are_chosen_are_whole_and_no_others():
+    model = nn.Sequential(block(), nn.ModuleList([block(), block()]))
+    assert list(described(model, [model[0], model[1][1]])) == ["0", "1.0.0", "1.0.1", "1.1"]
+    assert list(described(model, [])) == ["0.0", "0.1", "1.0.0", "1.0.1", "1.1.0", "1.1.1"]
 
 
-def test_a_weight_that_belongs_nowhere_is_refused_by_name():
-    model = tiny_model("llama")
-    model.value_head = nn.Linear(32, 1)
-    with pytest.raises(ModelError, match=r"belong to no embedding.*value_head\.weight, value_head\.bias"):
-        find_units(model)
+def test_a_tied_weight_is_listed_once_where_it_is_first_needed():
+    found = described(Net())
+    assert found["embed"] == ["embed.weight"]
+    assert "head" not in found
+    twice = nn.Module()
+    twice.a, twice.b = nn.Linear(3, 3), nn.Linear(3, 3)
+    twice.b.weight = twice.a.weight
+    assert described(twice) == {"a": ["a.weight", "a.bias"], "b": ["b.bias"]}
 
 
-def test_two_lists_of_layers_are_refused():
-    model = tiny_model("llama")
-    model.model.more_layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    with pytest.raises(ModelError, match="one list of 2 layers was expected, found: layers, more_layers"):
-        find_units(model)
+def test_a_weight_that_a_layer_holds_twice_is_listed_once():
+    layer = nn.Module()
+    layer.a, layer.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    layer.b.weight = layer.a.weight
+    (unit,) = find_units(nn.ModuleList([layer]))
+    assert [id(p) for p in unit.parameters] == [id(layer.a.weight)]
 
 
-def test_encoder_and_decoder_is_refused():
-    config = AutoConfig.for_model("t5", vocab_size=64, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
-    with pytest.raises(ModelError, match="encoder and a decoder"):
-        find_units(AutoModelForSeq2SeqLM.from_config(config))
+def test_frozen_weights_are_left_out_and_units_without_others_too():
+    model = Net()
+    assert described(model)[""] == ["unused"], "not the frozen one"
+    model.layers[1].requires_grad_(False)
+    model.norm.bias.requires_grad_(False)
+    found = described(model)
+    assert "layers.1" not in found
+    assert found["norm"] == ["norm.weight"]
 
 
-def test_backbone_without_head_is_refused():
-    with pytest.raises(ModelError, match="not a backbone with a head"):
-        find_units(tiny_model("llama").base_model)
-
-
-def test_auxiliary_loss_is_refused():
-    config = AutoConfig.for_model("qwen3_moe", **SEVEN["qwen3_moe"], output_router_logits=True)
-    with pytest.raises(ModelError, match="auxiliary loss"):
-        find_units(AutoModelForCausalLM.from_config(config))
-
-
-@pytest.mark.parametrize(
-    ("name", "scale", "softcap"),
-    [("llama", 1.0, None), ("granite", 1 / 3.0, None), ("cohere", 0.25, None), ("gemma2", 1.0, 30.0)],
-)
-def test_head_knows_what_the_model_does_to_its_logits(name, scale, softcap):
-    head = find_units(tiny_model(name)).head
-    assert (head.scale, head.softcap) == (pytest.approx(scale), softcap)
-
-
-def test_common_values_are_taken():
-    assert find_units(tiny_model("llama")).head.weight.shape == (COMMON["vocab_size"], COMMON["hidden_size"])
+def test_every_trainable_weight_is_in_one_unit():
+    model = Net()
+    listed = [id(p) for unit in find_units(model) for p in unit.parameters]
+    assert sorted(listed) == sorted(id(p) for p in model.parameters() if p.requires_grad)

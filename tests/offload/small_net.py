@@ -1,9 +1,15 @@
 """A small model with everything that is odd, and a loop that trains it."""
 
+from dataclasses import fields
+
 import torch
 from torch import nn
 
-from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.optimizer import Behaviour, OffloadAdamW, update_time
+from penstock.offload.placing import CPU_ADAM_CORES, place
+from penstock.offload.trained import find_trained
+from penstock.plan.layout import FORMATS
+from penstock.plan.split import Manner, Profile
 
 HOMES = ["gpu", "stream", "host", {"gpu": 0.4, "stream": 0.3, "host": 0.3}]
 
@@ -39,10 +45,20 @@ def loss_of(model, ids):
     return nn.functional.cross_entropy(model(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
 
 
+def offload(model, *, homes="auto", chunk_size=None, cpu_adam_cores=CPU_ADAM_CORES, profile=None, **options):
+    """The optimizer with the placement that it would make itself, but for chunk, cores and what a trial measured."""
+    behaviour = Behaviour(**{f.name: options[f.name] for f in fields(Behaviour) if f.name in options})
+    trained = find_trained(model, options.get("params"), options.get("units"))
+    manner = Manner(update_time(behaviour) == "in-backward", behaviour.overlap, trained.sharded)
+    profile = profile or Profile(accumulates=behaviour.micro_batches > 1)
+    placement = place(trained, FORMATS[behaviour.states], homes, profile, manner, chunk_size, cpu_adam_cores)
+    return OffloadAdamW(model, homes=placement, **options)
+
+
 def run(steps=6, dtype=torch.bfloat16, device="cpu", model=None, data=None, before_step=None, **options):
     model = model or Net(dtype).to(device)
     options = {"lr": 3e-3, "max_grad_norm": 0.5, **options}
-    optimizer = OffloadAdamW(model, **options)
+    optimizer = offload(model, **options)
     losses = []
     for number, ids in enumerate(data or batches(steps, device)):
         loss = loss_of(model, ids)

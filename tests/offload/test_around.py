@@ -6,20 +6,20 @@ import time
 
 import pytest
 import torch
-from small_net import HOMES, Net, assert_same, batches, loss_of, run
+from small_net import HOMES, Net, assert_same, batches, loss_of, offload, run
 from torch import nn
 
 from penstock.errors import RecipeError
-from penstock.offload import homes as homes_module
 from penstock.offload.optimizer import OffloadAdamW
-from penstock.update.host_threads import Pool
-from penstock.update.kernels import split
+from penstock.offload.stream import StreamHome
+from penstock.update.host_threads import HostThreads
+from penstock.update.master import split
 
 
 @pytest.fixture
 def slow(monkeypatch):
     """Updates that are still to be made when `step` returns, in homes that have threads."""
-    update, begin = homes_module.StreamHome._update_now, Pool.begin
+    update, begin = StreamHome._update_now, HostThreads.begin
 
     def slowly(function):
         def wrapped(*args):
@@ -28,14 +28,14 @@ def slow(monkeypatch):
 
         return wrapped
 
-    monkeypatch.setattr(homes_module.StreamHome, "_update_now", slowly(update))
-    monkeypatch.setattr(Pool, "begin", slowly(begin))
+    monkeypatch.setattr(StreamHome, "_update_now", slowly(update))
+    monkeypatch.setattr(HostThreads, "begin", slowly(begin))
 
 
 def stepped(homes, device="cpu", **options):
     """A model and its optimizer right after `step`, which nobody has waited for."""
     model = Net().to(device)
-    optimizer = OffloadAdamW(model, lr=3e-3, homes=homes, chunk_size=100, **options)
+    optimizer = offload(model, lr=3e-3, homes=homes, chunk_size=100, **options)
     loss_of(model, batches(1, device)[0]).backward()
     optimizer.step()
     return model, optimizer
@@ -117,7 +117,7 @@ def test_weights_written_in_place_are_kept_once_told(homes, device):
 def test_no_gradient_is_left_after_a_step(homes, set_to_none, device, slow):
     """So that a loop that forgets to zero them, or zeroes them in place, sees no home in its bits."""
     model = Net().to(device)
-    optimizer = OffloadAdamW(model, lr=3e-3, max_grad_norm=0.5, homes=homes, chunk_size=100)
+    optimizer = offload(model, lr=3e-3, max_grad_norm=0.5, homes=homes, chunk_size=100)
     for ids in batches(3, device):
         loss_of(model, ids).backward()
         optimizer.step()
@@ -128,8 +128,8 @@ def test_no_gradient_is_left_after_a_step(homes, set_to_none, device, slow):
 
 
 def test_one_update_that_fails_does_not_hide_the_others(monkeypatch, slow):
-    begin, calls = Pool.begin, iter(range(1000))
-    monkeypatch.setattr(Pool, "begin", lambda *args: 1 / 0 if next(calls) == 1 else begin(*args))
+    begin, calls = HostThreads.begin, iter(range(1000))
+    monkeypatch.setattr(HostThreads, "begin", lambda *args: 1 / 0 if next(calls) == 1 else begin(*args))
     model, optimizer = stepped("host")
     with pytest.raises(ZeroDivisionError):
         optimizer.synchronize()

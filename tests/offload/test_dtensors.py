@@ -39,11 +39,11 @@ def test_the_number_of_ranks_shows_in_no_bit_of_an_update(ranks, states, home):
         assert torch.equal(four[name], tensor), name
 
 
-@pytest.mark.parametrize("schedule", ["after-norm", "in-backward"])
-def test_one_bad_shard_stops_the_step_on_all_ranks(ranks, schedule):
-    results = ranks("updates", 2, states="fp32", home="gpu", schedule=schedule, bad_rank=1)
+@pytest.mark.parametrize("update", ["after-norm", "in-backward"])
+def test_one_bad_shard_stops_the_step_on_all_ranks(ranks, update):
+    results = ranks("updates", 2, states="fp32", home="gpu", update=update, bad_rank=1)
     for result in results:
-        assert result["taken"] == [True, False, True, True]
+        assert result["applied"] == [True, False, True, True]
         assert int(result["pieces"]["steps"][0]) == 3
 
 

@@ -6,6 +6,7 @@ import golden
 import pytest
 
 from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.placing import placement_for
 
 WRITTEN = json.loads(golden.FILE.read_text())
 
@@ -17,10 +18,9 @@ def digests(homes):
         clip = 1.0 if update == "after-norm" else 0.0
 
         def make(model, groups, micro_batches):
-            return OffloadAdamW(
-                model, params=groups, max_grad_norm=clip, states=states, homes=homes, schedule=update, chunk_size=512,
-                micro_batches=micro_batches,
-            )  # fmt: skip
+            placement = placement_for(model, homes, params=groups, states=states, chunk_size=512)
+            options = {"params": groups, "states": states, "homes": placement, "update": update}
+            return OffloadAdamW(model, max_grad_norm=clip, micro_batches=micro_batches, **options)
 
         return golden.train(make, update, accumulation)
 

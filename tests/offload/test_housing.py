@@ -4,9 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.flow.lanes import Tape
+from penstock.flow.lanes import Streams
+from penstock.flow.transfers import Link
 from penstock.offload.housing import Housing
-from penstock.update.formats import FORMATS
+from penstock.offload.placing import place
+from penstock.offload.trained import find_trained
+from penstock.plan.layout import FORMATS
+from penstock.plan.split import Manner, Profile
+from penstock.update.adamw import AdamW
+from penstock.update.formats import view_state
 
 SHARES = {"gpu": 0.4, "stream": 0.3, "host": 0.3}
 
@@ -14,17 +20,16 @@ SHARES = {"gpu": 0.4, "stream": 0.3, "host": 0.3}
 @pytest.fixture
 def housing():
     torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(size).bfloat16()) for size in (700, 30, 1200, 5)]
-    made = Housing(
-        parameters, [0, 1, 2, 3], FORMATS["fp32"], SHARES, 256, Tape(torch.device("cpu")),
-        in_backward=False, near=[0], cores=[0],
-    )  # fmt: skip
+    model = nn.ParameterList([nn.Parameter(torch.randn(size).bfloat16()) for size in (700, 30, 1200, 5)])
+    trained = find_trained(model, None, None)
+    placement = place(trained, FORMATS["fp32"], SHARES, Profile(), Manner(in_backward=False), chunk_size=256)
+    made = Housing(trained, placement, AdamW(), Link(Streams(trained.device)), in_backward=False)
     yield made
     made.close()
 
 
 def remainders(housing, index):
-    return torch.cat([chunk.view(state).remainder for chunk, state in housing.states(index)])
+    return torch.cat([view_state(chunk, state)["remainder"] for chunk, state in housing.states_of(index)])
 
 
 def test_chunks_cover_every_parameter_once_and_in_order(housing):
@@ -37,7 +42,7 @@ def test_chunks_cover_every_parameter_once_and_in_order(housing):
 def test_bytes_by_home_add_up(housing):
     whole, parts = housing.num_bytes(range(4)), [housing.num_bytes([index]) for index in range(4)]
     assert whole == {name: sum(part.get(name, 0) for part in parts) for name in whole}
-    assert sum(whole.values()) == sum(FORMATS["fp32"].num_bytes(n, torch.bfloat16) for n in (700, 30, 1200, 5))
+    assert sum(whole.values()) == sum(FORMATS["fp32"].num_bytes(n, weight_bytes=2) for n in (700, 30, 1200, 5))
 
 
 def test_remainders_reach_every_home_and_are_forgotten_there(housing):
@@ -51,7 +56,7 @@ def test_remainders_reach_every_home_and_are_forgotten_there(housing):
 
 def test_cleared_state_is_that_of_before_the_first_step(housing):
     for index in range(4):
-        for _, state in housing.states(index):
+        for _, state in housing.states_of(index):
             state.fill_(7)
     housing.clear()
-    assert not any(state.any() for index in range(4) for _, state in housing.states(index))
+    assert not any(state.any() for index in range(4) for _, state in housing.states_of(index))

@@ -6,18 +6,26 @@ from small_net import Net, assert_same, batches, loss_of, run
 from torch import nn
 
 from penstock.errors import RecipeError
+from penstock.offload.misuse import format_named
 from penstock.offload.optimizer import OffloadAdamW
+from penstock.plan.layout import FORMATS
+
+
+@pytest.mark.parametrize("refuse", [lambda: format_named("fp8", FORMATS), lambda: OffloadAdamW(Net(), states="fp8")])
+def test_an_unknown_format_is_refused_with_the_known_ones(refuse):
+    with pytest.raises(RecipeError, match=r"states = 'fp8'.*\n.*fp32, bf16, int8"):
+        refuse()
 
 
 def test_clipping_in_backward_is_refused():
     with pytest.raises(RecipeError, match="max_grad_norm"):
-        OffloadAdamW(Net(), max_grad_norm=1.0, schedule="in-backward")
+        OffloadAdamW(Net(), max_grad_norm=1.0, update="in-backward")
 
 
-@pytest.mark.parametrize("schedule", ["after-norm", "in-backward"])
-def test_a_second_backward_without_accumulate_is_refused(schedule):
+@pytest.mark.parametrize("update", ["after-norm", "in-backward"])
+def test_a_second_backward_without_accumulate_is_refused(update):
     model = Net()
-    OffloadAdamW(model, max_grad_norm=0.0, schedule=schedule)
+    OffloadAdamW(model, max_grad_norm=0.0, update=update)
     loss_of(model, batches(1)[0]).backward()
     with pytest.raises(RecipeError, match="second backward"):
         loss_of(model, batches(1)[0]).backward()

@@ -1,4 +1,4 @@
-"""The contracts of the numbers: homes, chunkings, schedules and threads change no bit in any format; AdamW is AdamW."""
+"""The contracts of the numbers: homes, chunks, update times and threads change no bit in any format; AdamW is AdamW."""
 
 import copy
 import re
@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from small_net import HOMES, Net, assert_same, batches, loss_of, run
+from small_net import HOMES, Net, assert_same, batches, loss_of, offload, run
 from torch import nn
 
 from penstock.offload.optimizer import OffloadAdamW
-from penstock.update.formats import FORMATS
+from penstock.plan.layout import FORMATS
+from penstock.update.formats import view_state
+from penstock.update.master import round_to_bf16_
 
 all_formats = pytest.mark.parametrize("states", FORMATS)
 
@@ -23,7 +25,7 @@ all_formats = pytest.mark.parametrize("states", FORMATS)
 @pytest.mark.parametrize("homes", HOMES[1:])
 def test_homes_give_the_same_bits(homes, clip, dtype, states, device):
     options = {"dtype": dtype, "max_grad_norm": clip, "states": states, "device": device}
-    plain = run(homes="gpu", schedule="after-norm", **options)
+    plain = run(homes="gpu", update="after-norm", **options)
     other = run(homes=homes, chunk_size=100, **options)
     assert_same(plain, other)
     assert plain[2] == other[2]
@@ -97,27 +99,27 @@ def test_a_gradient_that_is_not_finite_changes_nothing(homes, bad, states, devic
     assert_same(skipped, run(data=[data[0], data[1], data[3]], homes="gpu", **options))
 
 
-@pytest.mark.parametrize("schedule", ["after-norm", "in-backward"])
+@pytest.mark.parametrize("update", ["after-norm", "in-backward"])
 @pytest.mark.parametrize("homes", HOMES)
-def test_a_loss_that_is_not_finite_skips_the_step(homes, schedule, device):
+def test_a_loss_that_is_not_finite_skips_the_step(homes, update, device):
     model = Net().to(device)
-    optimizer = OffloadAdamW(model, lr=1e-2, max_grad_norm=0.0, schedule=schedule, homes=homes, chunk_size=100)
+    optimizer = offload(model, lr=1e-2, max_grad_norm=0.0, update=update, homes=homes, chunk_size=100)
     before = copy.deepcopy(model.state_dict())
     (loss_of(model, batches(1, device)[0]) * float("nan")).backward()
     optimizer.step()
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert int(optimizer.state_dict()["steps"]) == 0
-    assert not bool(optimizer.report.taken)
+    assert not bool(optimizer.report.applied)
 
 
-@pytest.mark.parametrize("schedule", ["after-norm", "in-backward"])
+@pytest.mark.parametrize("update", ["after-norm", "in-backward"])
 @pytest.mark.parametrize("homes", HOMES)
-def test_accumulated_micro_batches_equal_one_batch(homes, schedule):
+def test_accumulated_micro_batches_equal_one_batch(homes, update):
     data = batches(5, rows=8)
-    options = {"max_grad_norm": 0.0, "schedule": schedule, "homes": homes, "chunk_size": 64}
+    options = {"max_grad_norm": 0.0, "update": update, "homes": homes, "chunk_size": 64}
     whole, *_ = run(dtype=torch.float32, data=data, **options)
     model = Net(torch.float32)
-    optimizer = OffloadAdamW(model, lr=3e-3, **options)
+    optimizer = offload(model, lr=3e-3, **options)
     for ids in data:
         *first, last = ids.split(2)
         for part in first:
@@ -142,7 +144,7 @@ def test_without_the_remainder_a_small_learning_rate_moves_nothing():
         optimizer.synchronize()
         for home, chunks in optimizer._housing.homes:
             for chunk in chunks:
-                chunk.view(home.state(chunk)).remainder.zero_()
+                view_state(chunk, home.state(chunk))["remainder"].zero_()
         optimizer.zero_grad()
     large = [(p, q) for p, q in zip(model.parameters(), start, strict=True) if p.requires_grad]
     moved = sum(int(((p != q) & (q.abs() > 0.1)).sum()) for p, q in large)
@@ -161,7 +163,7 @@ def test_state_moves_between_homes_and_chunkings_to_the_bit(homes, states, devic
     optimizer.close()
     other = Net(seed=9).to(device)
     options = {"max_grad_norm": 0.5, "homes": {"host": 0.5, "stream": 0.5}, "chunk_size": 333, "states": states}
-    resumed = OffloadAdamW(other, lr=1.0, **options)
+    resumed = offload(other, lr=1.0, **options)
     resumed.load_state_dict(saved)
     for ids in data[3:]:
         loss_of(other, ids).backward()
@@ -175,7 +177,8 @@ def test_state_moves_between_homes_and_chunkings_to_the_bit(homes, states, devic
 def test_fp32_weights_keep_their_precision_in_the_master():
     start = Net(torch.float32)
     model = copy.deepcopy(start)
-    optimizer = OffloadAdamW(model, working_dtype=torch.bfloat16, homes="host", chunk_size=50)
+    remainders = round_to_bf16_(model.parameters())
+    optimizer = offload(model, remainders=remainders, homes="host", chunk_size=50)
     assert model.embed.weight.dtype is torch.bfloat16
     masters = [entry["master"] for entry in optimizer.state_dict()["state"]]
     trained = [p.detach() for p in start.parameters() if p.requires_grad]
@@ -228,7 +231,7 @@ def test_a_learning_rate_set_before_step_is_the_one_that_counts():
 def test_model_state_dict_waits_for_the_updates():
     a, b = Net(), Net()
     for model, homes in ((a, "gpu"), (b, "host")):
-        optimizer = OffloadAdamW(model, lr=1e-2, homes=homes, chunk_size=16)
+        optimizer = offload(model, lr=1e-2, homes=homes, chunk_size=16)
         loss_of(model, batches(1)[0]).backward()
         optimizer.step()
     saved_a, saved_b = a.state_dict(), b.state_dict()
@@ -251,14 +254,14 @@ def test_a_gradient_that_comes_in_accumulate_only_counts():
     torch.testing.assert_close(model.unused, twin.unused)
 
 
-@pytest.mark.parametrize("schedule", ["after-norm", "in-backward"])
-def test_counted_micro_batches_are_those_of_accumulate(schedule):
+@pytest.mark.parametrize("update", ["after-norm", "in-backward"])
+def test_counted_micro_batches_are_those_of_accumulate(update):
     data = batches(6)
 
     def train(counted):
         model = Net(torch.float32)
         options = {"micro_batches": 2} if counted else {}
-        optimizer = OffloadAdamW(model, lr=3e-3, max_grad_norm=0.0, schedule=schedule, homes="stream", **options)
+        optimizer = OffloadAdamW(model, lr=3e-3, max_grad_norm=0.0, update=update, homes="stream", **options)
         for first, second in zip(data[::2], data[1::2], strict=True):
             if counted:
                 (loss_of(model, first) / 2).backward()
@@ -302,7 +305,8 @@ def test_a_fresh_optimizer_has_no_state_to_tell(homes):
 
 
 def test_rounded_masters_are_state_from_the_start():
-    optimizer = OffloadAdamW(Net(torch.float32), working_dtype=torch.bfloat16)
+    model = Net(torch.float32)
+    optimizer = OffloadAdamW(model, remainders=round_to_bf16_(model.parameters()))
     assert optimizer.state_dict()["state"]
 
 
@@ -310,7 +314,7 @@ def test_rounded_masters_are_state_from_the_start():
 def test_zero_grad_without_step_forgets_the_backward(homes):
     data = batches(3)
     model = Net()
-    optimizer = OffloadAdamW(model, lr=3e-3, max_grad_norm=0.5, homes=homes, chunk_size=100)
+    optimizer = offload(model, lr=3e-3, max_grad_norm=0.5, homes=homes, chunk_size=100)
     for number, ids in enumerate(data):
         loss_of(model, ids).backward()
         if number != 1:
@@ -320,13 +324,13 @@ def test_zero_grad_without_step_forgets_the_backward(homes):
     assert_same((model, optimizer, None), run(data=[data[0], data[2]]))
 
 
-@pytest.mark.parametrize("schedule", ["after-norm", "in-backward"])
-def test_zero_grad_forgets_a_micro_batch_of_a_step_that_was_given_up(schedule):
+@pytest.mark.parametrize("update", ["after-norm", "in-backward"])
+def test_zero_grad_forgets_a_micro_batch_of_a_step_that_was_given_up(update):
     first, *data = batches(5)
 
     def train(given_up):
         model = Net()
-        optimizer = OffloadAdamW(model, lr=3e-3, max_grad_norm=0.0, schedule=schedule, homes="gpu", micro_batches=2)
+        optimizer = OffloadAdamW(model, lr=3e-3, max_grad_norm=0.0, update=update, homes="gpu", micro_batches=2)
         if given_up:
             loss_of(model, first).backward()
             optimizer.zero_grad()
@@ -364,8 +368,8 @@ def test_weights_loaded_into_the_model_are_the_new_masters(homes, device):
 
 def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
     others, model = set(threading.enumerate()), Net()
-    optimizer = OffloadAdamW(model, homes={"host": 0.5, "stream": 0.5}, chunk_size=100)
-    monkeypatch.setattr("penstock.update.host_threads.Pool.begin", lambda *_: 1 / 0)
+    optimizer = offload(model, homes={"host": 0.5, "stream": 0.5}, chunk_size=100)
+    monkeypatch.setattr("penstock.update.host_threads.HostThreads.begin", lambda *_: 1 / 0)
     loss_of(model, batches(1)[0]).backward()
     optimizer.step()
     with pytest.raises(ZeroDivisionError):

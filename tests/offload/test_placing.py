@@ -1,12 +1,20 @@
+import pytest
 import torch
+from small_net import Net
+from torch import nn
 
-from penstock.offload.placing import need_of, smaller_formats
-from penstock.plan.split import Need
-from penstock.update.formats import FORMATS
+from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.placing import _bytes_after, _requirements, place, placement_for, smaller_formats
+from penstock.offload.trained import find_trained
+from penstock.plan.layout import FORMATS
+from penstock.plan.split import PREFETCH_SHARE, Manner, Profile, Requirements
+
+MIX = {"gpu": 0.4, "stream": 0.3, "host": 0.3}
+AFTER_NORM = Manner(in_backward=False)
 
 
 def test_a_shortage_names_the_formats_that_take_less():
-    weights = Need(2**31, 10, 2, activation_bytes=0, kept_bytes=0, gradients_leave=False, hidden_seconds=0)
+    weights = Requirements(2**31, 10, 2, activation_bytes=0, kept_bytes=0, gradients_leave=False, hidden_seconds=0)
     assert (
         smaller_formats(weights, FORMATS["fp32"]) == "--states bf16 (saves 8.0 GiB), --states int8 (saves 11.9 GiB), "
     )
@@ -14,10 +22,12 @@ def test_a_shortage_names_the_formats_that_take_less():
     assert smaller_formats(weights, FORMATS["int8"]) == ""
 
 
-def need(**changes):
-    parameters = [torch.empty(1000, dtype=torch.bfloat16), torch.empty(24, dtype=torch.bfloat16)]
-    known = {"activation_bytes": 500, "kept_bytes": 2000, "accumulates": False, "in_backward": False, "leave": True}
-    return need_of(parameters, FORMATS["fp32"], hidden_seconds=1.0, **(known | changes))
+def need(manner=AFTER_NORM, **changes):
+    model = nn.ParameterList([nn.Parameter(torch.empty(size, dtype=torch.bfloat16)) for size in (1000, 24)])
+    trained = find_trained(model, None, None)
+    known = {"activation_bytes": 500, "kept_bytes": 2000, "forward_seconds": 1, "backward_seconds": 2}
+    profile = Profile(**(known | changes))
+    return _requirements(trained, FORMATS["fp32"], profile, manner, _bytes_after(trained, profile))
 
 
 def test_gradients_count_as_they_are_kept():
@@ -25,7 +35,54 @@ def test_gradients_count_as_they_are_kept():
     assert (after.num_params, after.state_bytes, after.weight_bytes) == (1024, 10, 2)
     assert (after.activation_bytes, after.kept_bytes, after.gradients_leave) == (500, 2000, True)
     assert need(kept_bytes=None).kept_bytes == 500 + 2048
-    assert not need(leave=False).gradients_leave
-    assert need(in_backward=True).kept_bytes == 500
+    assert not need(Manner(in_backward=False, overlap=False)).gradients_leave
+    assert need(Manner(in_backward=True)).kept_bytes == 500
     many = need(accumulates=True)
     assert (many.activation_bytes, many.kept_bytes, many.gradients_leave) == (2548, 2548, False)
+
+
+def test_updates_hide_under_forward_or_under_backward():
+    assert need().hidden_seconds == 1
+    assert need(Manner(in_backward=True)).hidden_seconds == 2
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_placement_is_the_one_that_the_optimizer_makes_itself(groups):
+    model = Net()
+    own = list(model.parameters())
+    params = [{"params": own[3:]}, {"params": own[:3]}] if groups else None
+    placement = placement_for(model, MIX, params=params, states="int8")
+    itself, given = (OffloadAdamW(model, params=params, states="int8", homes=homes) for homes in (MIX, placement))
+    for a, b in zip(itself._housing.chunks, given._housing.chunks, strict=True):
+        assert a == b
+        assert [itself._housing.home_of[c].name for c in a] == [given._housing.home_of[c].name for c in b]
+    sizes = [sum(chunk.size for chunk in chunks) for chunks in given._housing.chunks]
+    assert sizes == [p.numel() for p in given._parameters], "numbered in the order of the groups"
+    for optimizer in (itself, given):
+        optimizer.close()
+
+
+def test_chunks_and_cores_are_as_told():
+    model = Net()
+    placement = placement_for(model, "host", chunk_size=100, cpu_adam_cores=0.01)
+    assert max(chunk.size for chunk in placement.chunks["host"]) == 100
+    assert len(placement.cores) == 1
+    blocks = placement_for(model, "stream", states="int8", chunk_size=100).chunks["stream"]
+    assert {chunk.start % 256 for chunk in blocks} == {0}
+    assert max(chunk.size for chunk in blocks) == 256
+
+
+def test_state_comes_early_only_where_a_trial_has_found_room():
+    trained = find_trained(Net(), None, None)
+    tried = Profile(activation_bytes=5000, kept_bytes=6000, bytes_after=dict.fromkeys(trained.parameters, 1000.0))
+
+    def room(profile, manner, homes="stream"):
+        return place(trained, FORMATS["fp32"], homes, profile, manner).prefetch
+
+    found = room(tried, AFTER_NORM)
+    assert found is not None
+    assert found.free_after == (PREFETCH_SHARE * 6000 - 1000,) * len(trained.parameters)
+    assert room(Profile(), AFTER_NORM) is None
+    assert room(tried, Manner(in_backward=True)) is None
+    assert room(tried, Manner(in_backward=False, sharded=True)) is None
+    assert room(tried, AFTER_NORM, homes="host") is None, "none of it streams"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_net import offload
 from torch import nn
 
 from penstock.offload.optimizer import OffloadAdamW
@@ -65,11 +66,11 @@ def test_any_placement_takes_up_the_state_of_any_other(dtype, max_grad_norm, hom
     uninterrupted = OffloadAdamW(whole, homes="gpu", **options)
     steps(whole, uninterrupted, range(6))
     first = net(dtype, 0, device)
-    before = OffloadAdamW(first, homes={"gpu": 0.5, "stream": 0.25, "host": 0.25}, chunk_size=100, **options)
+    before = offload(first, homes={"gpu": 0.5, "stream": 0.25, "host": 0.25}, chunk_size=100, **options)
     steps(first, before, range(3))
     saved = everything(first, before)
     second = net(dtype, 1, device)
-    after = OffloadAdamW(second, homes=homes, chunk_size=333, **options)
+    after = offload(second, homes=homes, chunk_size=333, **options)
     steps(second, after, [99])  # state that must not shine through
     put(second, after, saved)
     assert_equal(everything(second, after), saved)
@@ -79,7 +80,7 @@ def test_any_placement_takes_up_the_state_of_any_other(dtype, max_grad_norm, hom
 
 def test_every_tensor_is_whole_and_named_after_its_parameter():
     model = net(torch.bfloat16, 0, "cpu")
-    optimizer = OffloadAdamW(model, homes="host", chunk_size=100)
+    optimizer = offload(model, homes="host", chunk_size=100)
     found = everything(model, optimizer)
     assert found["0.weight.exp_avg"][:2] == (torch.float32, (41, 24))
     assert found["0.weight.exp_avg_sq"][:2] == (torch.float32, (41, 24))

@@ -4,17 +4,18 @@ import copy
 
 import pytest
 import torch
+from small_net import offload
 from torch import nn
 
 from penstock.errors import RecipeError
-from penstock.offload.optimizer import OffloadAdamW
-from penstock.update.formats import FORMATS
+from penstock.plan.layout import FORMATS
+from penstock.update.formats import torch_dtype
 
 
 def train(states, steps=3, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 25), nn.Linear(25, 1)).bfloat16()  # 1000, 25, 25 and 1 elements
-    optimizer = OffloadAdamW(model, lr=1e-2, states=states, **options)
+    optimizer = offload(model, lr=1e-2, states=states, **options)
     for _ in range(steps):
         model(torch.randn(8, 40).bfloat16()).square().mean().backward()
         optimizer.step()
@@ -31,7 +32,8 @@ def test_whole_parameters_in_their_own_types(states):
         assert set(entry) == {"master", "exp_avg", "exp_avg_sq", *scales}
         assert {entry[name].shape for name in set(entry) - scales} == {p.shape}
         assert {entry[name].shape for name in scales} <= {(-(-p.numel() // 256),)}
-        assert (entry["exp_avg"].dtype, entry["exp_avg_sq"].dtype) == (FORMATS[states].first, FORMATS[states].second)
+        first, second, *_ = (torch_dtype(part) for part in FORMATS[states].moments)
+        assert (entry["exp_avg"].dtype, entry["exp_avg_sq"].dtype) == (first, second)
         assert entry["exp_avg"].float().abs().sum() > 0
         assert entry["master"].dtype is torch.float32
 

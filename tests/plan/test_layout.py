@@ -7,28 +7,30 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_net import offload
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.model.units import find_units as find_model_units
-from penstock.offload.homes import HostHome, ResidentHome, StreamHome
-from penstock.offload.optimizer import OffloadAdamW
+from penstock.model.decoder import find_decoder
+from penstock.offload.host import HostHome
+from penstock.offload.resident import ResidentHome
+from penstock.offload.stream import StreamHome
 from penstock.plan import layout
 from penstock.plan.layout import (
     CHUNK_SECONDS,
     DEFAULT_CHUNK,
+    FORMATS,
     Buffer,
+    Chunk,
     chunk_for,
     cut,
     model_buffers,
     parameters,
     state_buffers,
-    state_bytes,
     total,
 )
 from penstock.plan.placement import deal
 from penstock.recipe.presets import ARCHITECTURES, Architecture
-from penstock.update.formats import FORMATS
-from penstock.update.kernels import SPAN
+from penstock.update.formats import torch_dtype
 
 TINY = Architecture(
     model_type="llama", layers=3, hidden=32, intermediate=80, heads=4, kv_heads=2, head_dim=8, vocab=301,
@@ -49,6 +51,11 @@ def build(architecture, device="cpu", dtype=torch.bfloat16):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
+def chunks_of(states, weight_bytes, chunk_size):
+    wholes = [Chunk(i, 0, p.size, FORMATS[states], weight_bytes) for i, p in enumerate(parameters(TINY))]
+    return [cut(whole, chunk_size) for whole in wholes]
+
+
 def allocated(optimizer, model):
     """What is really there, by the names of the layout."""
     found = {"weights": sum(p.nbytes for p in model.parameters()), "norm": optimizer._norm._sums.nbytes}
@@ -57,7 +64,7 @@ def allocated(optimizer, model):
             found["resident state"] = sum(state.nbytes for state in home._state.values())
         elif isinstance(home, StreamHome):
             found["streamed state"] = home.arena.num_bytes
-            found["staging"] = sum(slot.nbytes for slot in home._slots)
+            found["staging"] = sum(slot.memory.nbytes for slot in home._ring._slots)
         elif isinstance(home, HostHome):
             found["host state"] = home.arena.num_bytes
     return found
@@ -68,20 +75,17 @@ def allocated(optimizer, model):
 @pytest.mark.parametrize("shares", MIXES, ids=lambda shares: "+".join(shares))
 def test_the_layout_is_what_the_engine_allocates(shares, states, dtype):
     model = build(TINY, dtype=dtype)
-    optimizer = OffloadAdamW(model, homes=shares, states=states, chunk_size=1000, units=find_model_units(model).layers)
-    sizes = [p.size for p in parameters(TINY)]
-    chunk_size = FORMATS[states].whole_blocks(1000)
-    buffers = model_buffers(sizes, dtype.itemsize) + state_buffers(
-        deal(cut(sizes, chunk_size), shares), states, dtype.itemsize, on_gpu=False
-    )
+    optimizer = offload(model, homes=shares, states=states, chunk_size=1000, units=find_decoder(model).layers)
+    dealt = deal(chunks_of(states, dtype.itemsize, 1000), shares)
+    buffers = model_buffers([p.size for p in parameters(TINY)], dtype.itemsize) + state_buffers(dealt, on_gpu=False)
     assert {buffer.name: buffer.num_bytes for buffer in buffers} == allocated(optimizer, model)
     optimizer.close()
 
 
 def test_on_a_gpu_host_chunks_have_copies_of_weight_and_gradient():
     sizes = [p.size for p in parameters(TINY)]
-    dealt = deal(cut(sizes, 1000), {"host": 1.0})
-    buffers = state_buffers(dealt, "fp32", 2)
+    dealt = deal(chunks_of("fp32", 2, 1000), {"host": 1.0})
+    buffers = state_buffers(dealt)
     assert [buffer.name for buffer in buffers] == ["host state", "copies for host"]
     copies = buffers[1].num_bytes
     assert 4 * sum(sizes) <= copies < 4 * sum(sizes) + 2 * layout.ALIGNMENT * sum(map(len, dealt.values()))
@@ -91,7 +95,7 @@ def test_on_a_gpu_host_chunks_have_copies_of_weight_and_gradient():
 def test_parameters_are_those_of_the_model_in_the_order_of_its_units(name):
     architecture = ARCHITECTURES[name]
     model = build(architecture, "meta")
-    in_layers = {id(p) for layer in find_model_units(model).layers for p in layer.parameters()}
+    in_layers = {id(p) for layer in find_decoder(model).layers for p in layer.parameters()}
     theirs = [p.numel() for p in model.parameters()]
     ours = [p.size for p in parameters(architecture)]
     assert ours == theirs
@@ -103,13 +107,19 @@ def test_parameters_are_those_of_the_model_in_the_order_of_its_units(name):
 @pytest.mark.parametrize("states", list(FORMATS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [1, 255, 256, 257, 10_000])
-def test_state_bytes_are_those_of_the_formats(states, dtype, size):
-    assert state_bytes(size, states, dtype.itemsize) == FORMATS[states].num_bytes(size, dtype)
+def test_state_bytes_are_those_of_the_tensors(states, dtype, size):
+    parts = FORMATS[states].parts(dtype.itemsize)
+    tensors = [torch.empty(part.count(size), dtype=torch_dtype(part)) for part in parts]
+    assert FORMATS[states].num_bytes(size, dtype.itemsize) == sum(tensor.nbytes for tensor in tensors)
 
 
-def test_constants_that_the_kernels_fix():
-    assert layout.SPAN == SPAN
-    assert tuple(FORMATS) == layout.STATE_FORMATS
+@given(st.sampled_from(sorted(FORMATS)), st.integers(1, 3000), st.integers(1, 700), st.integers(0, 9))
+def test_a_parameter_is_cut_between_blocks_and_once(states, size, chunk_size, offset):
+    chunks = cut(Chunk(3, 0, size, FORMATS[states], 2, offset=256 * offset), chunk_size)
+    assert [chunk.start for chunk in chunks] == list(range(0, size, FORMATS[states].whole_blocks(chunk_size)))
+    assert all(chunk.start % FORMATS[states].block == 0 for chunk in chunks)
+    assert [element for chunk in chunks for element in chunk.of(range(size))] == list(range(size))
+    assert {(chunk.parameter, chunk.weight_bytes, chunk.offset) for chunk in chunks} == {(3, 2, 256 * offset)}
 
 
 def test_places_are_summed_apart():

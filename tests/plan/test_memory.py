@@ -12,7 +12,7 @@ from penstock.engine.trial import full_batch
 from penstock.model.attention import VARLEN
 from penstock.plan import memory
 from penstock.plan.architecture import from_config
-from penstock.plan.memory import Work, disk, passing, saved_in_layer
+from penstock.plan.memory import Work, disk, peaks, saved_in_layer
 from penstock.recipe.presets import ARCHITECTURES
 from penstock.recipe.recipe import Recipe
 
@@ -78,10 +78,10 @@ def test_eager_attention_keeps_its_probabilities():
 def test_activations_measured_on_the_h200(monkeypatch):
     """benchmarks/results/2026-11-15-h200/rows.jsonl; the kept figure is the trial's. Chunks of logits were larger."""
     monkeypatch.setattr(memory, "LOGITS_BYTES", 2**30)
-    large = passing(QWEN3_14B, Work(4, 4096, recompute="full"))
+    large = peaks(QWEN3_14B, Work(4, 4096, recompute="full"))
     assert large.activation_bytes == pytest.approx(13.588e9, rel=0.02)
     assert large.kept_bytes == pytest.approx(33.6e9, rel=0.02)
-    assert passing(LLAMA_8B, Work(1, 4096, recompute="none")).activation_bytes == pytest.approx(31.334e9, rel=0.02)
+    assert peaks(LLAMA_8B, Work(1, 4096, recompute="none")).activation_bytes == pytest.approx(31.334e9, rel=0.02)
 
 
 @pytest.mark.parametrize(("word", "measured"), [("selected", 36.4e9), ("selected:14", 66.1e9)])
@@ -89,7 +89,7 @@ def test_activations_of_compiled_layers_measured_on_the_h200(monkeypatch, word, 
     """The trials of qwen3-14b in bench.log."""
     monkeypatch.setattr(memory, "LOGITS_BYTES", 2**30)
     work = Work(4, 4096, word, compiled=True)
-    assert passing(QWEN3_14B, work).activation_bytes == pytest.approx(measured, rel=0.02)
+    assert peaks(QWEN3_14B, work).activation_bytes == pytest.approx(measured, rel=0.02)
 
 
 def test_layers_that_keep_products_only_measured_on_the_h200():
@@ -101,18 +101,17 @@ def test_layers_that_keep_products_only_measured_on_the_h200():
 
 def test_recompute_takes_less_and_rows_more():
     by_layers = [
-        passing(LLAMA_8B, Work(2, 4096, n)).activation_bytes
-        for n in ("none", "selected:8", "selected", "full:8", "full")
+        peaks(LLAMA_8B, Work(2, 4096, n)).activation_bytes for n in ("none", "selected:8", "selected", "full:8", "full")
     ]
     assert by_layers == sorted(by_layers, reverse=True)
-    by_rows = [passing(LLAMA_8B, Work(n, 4096, "selected:16")).activation_bytes for n in (1, 2, 4)]
+    by_rows = [peaks(LLAMA_8B, Work(n, 4096, "selected:16")).activation_bytes for n in (1, 2, 4)]
     assert by_rows == sorted(by_rows)
-    kept = passing(LLAMA_8B, Work(4, 4096, "full"))
+    kept = peaks(LLAMA_8B, Work(4, 4096, "full"))
     assert kept.activation_bytes < kept.kept_bytes < kept.activation_bytes + 2 * LLAMA_8B.num_parameters()
 
 
 def test_each_of_several_gpus_keeps_a_share_of_the_gradients_beside_whole_activations():
-    one, four = (passing(LLAMA_8B, Work(1, 4096, "full"), gpus) for gpus in (1, 4))
+    one, four = (peaks(LLAMA_8B, Work(1, 4096, "full"), gpus) for gpus in (1, 4))
     assert four.activation_bytes == one.activation_bytes
     assert four.kept_bytes < one.kept_bytes
     assert four.kept_bytes > 2 * LLAMA_8B.num_parameters() / 4 + saved_in_layer(LLAMA_8B, Work(1, 4096, "none")) / 2

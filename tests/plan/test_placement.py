@@ -1,22 +1,21 @@
 import itertools
+from functools import cache
 
 import pytest
-import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.offload.homes import Chunk
-from penstock.plan.placement import LEAD, SMALL, deal, joined
-from penstock.update.formats import FORMATS
+from penstock.plan import layout
+from penstock.plan.layout import DEFAULT_CHUNK, FORMATS, Chunk, parameters
+from penstock.plan.placement import LEAD, SMALL, deal, joined, prefetch_room
+from penstock.plan.split import PREFETCH_SHARE, Requirements
+from penstock.recipe.presets import ARCHITECTURES, PRESETS
 
 MIX = {"gpu": 0.58, "stream": 0.25, "host": 0.17}
 
 
 def cut(sizes, chunk_size):
-    return [
-        [Chunk(i, at, min(chunk_size, size - at), torch.bfloat16, FORMATS["fp32"]) for at in range(0, size, chunk_size)]
-        for i, size in enumerate(sizes)
-    ]
+    return [layout.cut(Chunk(i, 0, size, FORMATS["fp32"], weight_bytes=2), chunk_size) for i, size in enumerate(sizes)]
 
 
 def layers(num, size=1000):
@@ -83,3 +82,32 @@ def test_neighbours_are_joined():
     chunks = [chunk for parameter in cut([10, 7], 4) for chunk in parameter]
     assert [(c.parameter, c.start, c.size) for c in joined(chunks)] == [(0, 0, 10), (1, 0, 7)]
     assert [(c.start, c.size) for c in joined([chunks[0], chunks[2]])] == [(0, 4), (8, 2)]
+
+
+@cache
+def chunks_of(preset):
+    return cut([p.size for p in parameters(ARCHITECTURES[PRESETS[preset].model])], DEFAULT_CHUNK)
+
+
+@pytest.mark.parametrize(("preset", "most_gb"), [("qwen3-14b", 0.2), ("llama-70b", 0.35)])
+@settings(max_examples=40)
+@given(weights=st.tuples(*[st.floats(0.02, 1.0)] * 3))
+def test_real_parameters_are_dealt_as_they_were_solved(preset, most_gb, weights):
+    """Of 3,000 random shares the worst were 0.15 and 0.31 GB off, of 148 and 706 GB of state."""
+    chunks = chunks_of(preset)
+    shares = {name: weight / sum(weights) for name, weight in zip(MIX, weights, strict=True)}
+    dealt = deal(chunks, shares)
+    whole = sum(chunk.state_bytes for own in chunks for chunk in own)
+    for home, share_of in shares.items():
+        missed = sum(chunk.state_bytes for chunk in dealt[home]) - share_of * whole
+        assert abs(missed) < most_gb * 1e9, f"{home}: {missed / 1e9:+.2f} GB with {shares}"
+
+
+def test_room_to_prefetch_is_what_backward_leaves_of_its_peak():
+    need = Requirements(
+        1000, 10, 2, activation_bytes=5e3, kept_bytes=6e3, gradients_leave=True, hidden_seconds=1, end_bytes=1e3
+    )
+    room = prefetch_room(need, [4e3, 1e3], host=400)
+    peak = PREFETCH_SHARE * (6e3 - 800)
+    assert room.free_after == (peak - 4e3, peak - 1e3)
+    assert room.sent_bytes == 800

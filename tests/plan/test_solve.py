@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.machine.known import H200, MACHINES
-from penstock.plan.layout import STATE_FORMATS
 from penstock.plan.predict import Job, Settings, predict
 from penstock.plan.report import make_plan
-from penstock.plan.solve import EVERYTHING, Free, alternatives, cheapest_change, flags_between, plans, solve
+from penstock.plan.solve import EVERYTHING, EXACTNESS, Free, alternatives, cheapest_change, flags_between, plans, solve
 from penstock.recipe.presets import ARCHITECTURES, PRESETS, Architecture
 
 LLAMA_8B = ARCHITECTURES["meta-llama/Llama-3.1-8B"]
@@ -54,11 +53,11 @@ machines = st.builds(
 @given(jobs, machines, st.sampled_from([1, 2, 4]))
 def test_never_over_budget(job, machine, gpus):
     for plan in plans(job, machine, gpus):
-        state = predict(job, plan.settings, machine, gpus).placement
-        assert state == plan.placement
+        state = predict(job, plan.settings, machine, gpus).split
+        assert state == plan.split
         share = job.dtype_bytes * job.architecture.num_parameters() / gpus
         bytes_each = {"fp32": 10, "bf16": 6, "int8": 4}[plan.settings.states]
-        assert share + state.gpu * bytes_each + plan.passing_bytes <= plan.gpu_room + 1e6
+        assert share + state.gpu * bytes_each + plan.peak_step_bytes <= plan.gpu_room + 1e6
         assert state.stream * bytes_each + state.host * (bytes_each + 4) <= plan.host_room + 1e6
 
 
@@ -75,7 +74,7 @@ def test_more_memory_or_a_faster_link_is_never_slower_unless_more_exact(job, mac
     if before is not None:
         after = solve(job, better)
         assert after is not None
-        exactness = [STATE_FORMATS.index(plan.settings.states) for plan in (after, before)]
+        exactness = [EXACTNESS.index(plan.settings.states) for plan in (after, before)]
         assert exactness[0] <= exactness[1]
         if exactness[0] == exactness[1]:
             assert after.seconds.step <= before.seconds.step * (1 + 1e-6)
@@ -119,7 +118,7 @@ def test_memory_goes_to_activations_before_state():
     """llama-8b on the H200: no recompute at all, one row at a time, and all state resident, as measured best."""
     best = solve(Job(LLAMA_8B, 4, 4096), H200)
     assert best is not None
-    assert (best.settings.recompute, best.placement.fractions()) == ("none", {"gpu": 1.0})
+    assert (best.settings.recompute, best.split.shares()) == ("none", {"gpu": 1.0})
 
 
 def test_alternatives_say_what_they_trade():

@@ -30,12 +30,13 @@ from penstock.model.attention import use_attention
 from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.model.load_rows import _read
 from penstock.model.source import find_source
-from penstock.offload import homes
 from penstock.offload.dtensors import all_say, extents, local, local_start
 from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.placing import placement_for
 from penstock.offload.saved_tensors import state_tensors
 from penstock.recipe.presets import PRESETS
 from penstock.report.console import Console
+from penstock.update.host_threads import HostThreads
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -87,13 +88,13 @@ def train(configs, steps=2, slow=False):
     world = find_world()
     found = []
     if slow:  # an update takes so long that whoever does not wait for it reads old weights
-        fast = homes.Pool.begin
+        fast = HostThreads.begin
 
         def begin(*args):
             time.sleep(0.02)
             return fast(*args)
 
-        homes.Pool.begin = begin
+        HostThreads.begin = begin
     with joined(world, CPU), mock.patch.object(FSDPState, "_root_pre_forward", _as_on_a_gpu):
         for config in configs:
             recipe = tiny(**config)
@@ -134,7 +135,7 @@ class Plain(nn.Module):
             layer.weight = nn.Parameter(whole_numbers(shape, generator).bfloat16())
 
 
-def updates(states, home, schedule="after-norm", shapes=((64, 512), (3, 256), (1024,)), bad_rank=None, steps=4):
+def updates(states, home, update="after-norm", shapes=((64, 512), (3, 256), (1024,)), bad_rank=None, steps=4):
     """Updates from given gradients, without any backward: this rank's part of all weights and state."""
     world = find_world()
     with joined(world, CPU):
@@ -143,15 +144,14 @@ def updates(states, home, schedule="after-norm", shapes=((64, 512), (3, 256), (1
             mesh = init_device_mesh("cpu", (world.size,))
             for layer in model.layers:
                 fully_shard(layer, mesh=mesh)
-        clip = 0.0 if schedule == "in-backward" else 1e30  # never reached: the scale is exactly one
+        clip = 0.0 if update == "in-backward" else 1e30  # never reached: the scale is exactly one
         try:
-            optimizer = OffloadAdamW(
-                model, lr=1e-2, max_grad_norm=clip, states=states, homes=home, schedule=schedule, chunk_size=1024
-            )
+            placement = placement_for(model, home, states=states, chunk_size=1024)
+            optimizer = OffloadAdamW(model, lr=1e-2, max_grad_norm=clip, states=states, homes=placement, update=update)
         except RecipeError as error:
             return str(error)
         generator = torch.Generator().manual_seed(5)
-        taken = []
+        applied = []
         for step in range(steps):
             for p in model.parameters():
                 gradient = whole_numbers(p.shape, generator).bfloat16()
@@ -167,14 +167,14 @@ def updates(states, home, schedule="after-norm", shapes=((64, 512), (3, 256), (1
             optimizer.step()
             optimizer.synchronize()  # as no module is called that would wait
             optimizer.zero_grad()
-            taken.append(bool(optimizer.report.taken))
+            applied.append(bool(optimizer.report.applied))
         optimizer.synchronize()
         names = {p: name for name, p in model.named_parameters()}
         pieces = {t.name: [piece.clone() for piece in t.pieces] for t in state_tensors(optimizer, names)}
         pieces |= {name: [local(p).clone().view(-1)] for p, name in names.items()}
         norm = optimizer.report.grad_norm.clone()
         optimizer.close()
-        return {"pieces": pieces, "taken": taken, "norm": norm, "sharded": [names[p] for p in names]}
+        return {"pieces": pieces, "applied": applied, "norm": norm, "sharded": [names[p] for p in names]}
 
 
 class Largest(TorchDispatchMode):

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from penstock.flow.lanes import Span
+from penstock.flow.timeline import Span
 from penstock.report.console import Console
 from penstock.report.facts import Environment, cut, environment
 from penstock.run.train import train
@@ -56,7 +56,7 @@ def test_a_run_of_one_step_is_recorded_too(small_recipe, tmp_path):
     assert any(span["lane"] == "update" for span in timeline["spans"])
 
 
-def test_the_tape_is_cut_where_nothing_could_hide_an_update():
+def test_the_timeline_is_cut_where_nothing_could_hide_an_update():
     spans = [Span("forward", 0, 1), Span("backward", 1, 3), Span("update", 3, 3.5), Span("forward", 3.1, 4),
              Span("wait", 3.2, 3.3), Span("backward", 4, 6), Span("update", 6.5, 7), Span("wait", 6, 7)]  # fmt: skip
     timeline = cut(3, spans)

@@ -134,7 +134,7 @@ def test_the_page_holds_the_plan_against_what_was_measured(finished_run, tmp_pat
 
 
 def test_a_run_without_some_facts_still_has_a_page(finished_run, tmp_path):
-    """Killed before its third step, say: no step was on the tape."""
+    """Killed before its third step, say: no step was on the timeline."""
     run = tmp_path / "run"
     shutil.copytree(finished_run, run)
     for name in ("timeline", "placement", "memory", "summary"):

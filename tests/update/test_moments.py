@@ -7,21 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.offload.homes import Chunk
 from penstock.offload.optimizer import OffloadAdamW
+from penstock.plan.layout import FORMATS, Chunk
 from penstock.update import moments
-from penstock.update.formats import FORMATS
-from penstock.update.kernels import NUM_SEEDS, SEED, adamw_, adamw_reference_
+from penstock.update.adamw import NUM_SEEDS, SEED, AdamW, AdamWScalars, adamw_reference_
+from penstock.update.formats import view_state
 from penstock.update.moments import SMALLEST_SECOND, exact_root, mix, random_bits, read_moments, write_moments
-from penstock.update.norm import Scalars
 
 ROUNDED = ["bf16", "int8"]
+adamw_ = AdamW().update_
 
 
 def fresh(states, n, start=0, salt=0):
-    format = FORMATS[states]
-    buffer = torch.zeros(format.num_bytes(n, torch.float32), dtype=torch.uint8)
-    return format.cut(buffer, n, torch.float32, start=start, salt=salt)
+    chunk = Chunk(salt, start, n, FORMATS[states], weight_bytes=4)
+    return view_state(chunk, torch.zeros(chunk.state_bytes, dtype=torch.uint8))
 
 
 def rounded(states, first, second, seed=0, **place):
@@ -32,7 +31,7 @@ def rounded(states, first, second, seed=0, **place):
 
 def row(t=1000, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
     b1, b2 = betas
-    return torch.tensor([1, b1, 1 - b1, b2, 1 - b2, (1 - b2**t) ** 0.5, eps, 1, lr / (1 - b1**t), 1, t]).float()
+    return torch.tensor([1, 1, b1, 1 - b1, b2, 1 - b2, (1 - b2**t) ** 0.5, eps, 1, lr / (1 - b1**t), t]).float()
 
 
 def assert_unbiased(samples, value):
@@ -114,14 +113,14 @@ def test_random_bits_depend_on_the_element_not_on_the_cut(start, offset, size, s
 
 
 def test_every_step_and_every_chunk_has_its_own_bits():
-    scalars = Scalars(2, torch.device("cpu"))
+    scalars = AdamWScalars(2, torch.device("cpu"))
     groups = [{"betas": (0.9, 0.999), "lr": 1e-3, "weight_decay": 0.0, "eps": 1e-8}] * 2
     for steps, seed in ((0, 0), (5, 5), (NUM_SEEDS - 1, NUM_SEEDS - 1), (NUM_SEEDS + 2, 2)):
-        scalars.steps = torch.tensor(steps)
+        scalars.load({**scalars.tensors(), "steps": torch.tensor(steps)})
         assert scalars.coefficients(groups)[:, SEED].tolist() == [seed, seed]
-    chunk = Chunk(3, 512, 100, torch.float32, FORMATS["int8"])
-    view = chunk.view(torch.zeros(chunk.state_bytes, dtype=torch.uint8))
-    assert (view.salt, view.start) == (3, 512)
+    chunk = Chunk(3, 512, 100, FORMATS["int8"], weight_bytes=4, offset=256)
+    view = view_state(chunk, torch.zeros(chunk.state_bytes, dtype=torch.uint8))
+    assert (view.salt, view.start) == (3, 768)
 
 
 def decay(update, states):
@@ -146,7 +145,7 @@ def test_rounded_to_the_nearest_it_would_freeze(states, monkeypatch):
     """The negative control: with half a unit for random bits, rounding is to the nearest."""
 
     def half(state, seed):
-        bits = torch.full((state.first.numel(),), 0x8000)
+        bits = torch.full((state["first"].numel(),), 0x8000)
         return bits, bits
 
     monkeypatch.setattr(moments, "random_bits", half)
@@ -162,8 +161,8 @@ magnitudes = st.one_of(st.just(0.0), st.floats(2**-149, 2.0**127, width=32))
 def test_a_second_moment_that_is_not_zero_stays_so(values, seed):
     second = torch.tensor(values)
     state = rounded("int8", second, second, seed)
-    assert torch.equal(state.second >= SMALLEST_SECOND, second > 0)
-    assert torch.equal(state.second == 0, second == 0)
+    assert torch.equal(state["second"] >= SMALLEST_SECOND, second > 0)
+    assert torch.equal(state["second"] == 0, second == 0)
     decoded = read_moments(state)[1]
     assert torch.equal(decoded > 0, second > 0)
     assert decoded.isfinite().all()
@@ -174,10 +173,10 @@ def test_blocks_of_zeros_stay_zero():
     weight = torch.ones(700)
     adamw_(weight, torch.zeros(700), state, row())
     assert torch.equal(weight, torch.ones(700))
-    assert not state.first.any()
-    assert not state.second.any()
-    assert torch.equal(state.first_scale, torch.zeros(3))
-    assert torch.equal(state.second_scale, torch.zeros(3))
+    assert not state["first"].any()
+    assert not state["second"].any()
+    assert torch.equal(state["first_scale"], torch.zeros(3))
+    assert torch.equal(state["second_scale"], torch.zeros(3))
 
 
 @pytest.mark.parametrize("update", [adamw_, adamw_reference_])

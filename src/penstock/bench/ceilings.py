@@ -15,13 +15,14 @@ import torch
 
 from penstock.bench.timing import median_seconds, rate
 from penstock.flow.arena import Arena
-from penstock.flow.lanes import Lane, Tape
+from penstock.flow.lanes import Streams
 from penstock.machine.hardware import available_host_bytes, near_cores, usable_cores
-from penstock.offload.homes import Chunk
-from penstock.update.formats import FORMATS
-from penstock.update.host_threads import Pool
-from penstock.update.kernels import NUM_COEFFICIENTS
+from penstock.plan.layout import FORMATS, Chunk
+from penstock.update.adamw import AdamW
+from penstock.update.formats import view_state
+from penstock.update.host_threads import HostThreads
 
+CPU = torch.device("cpu")
 SECONDS = 0.3
 """For each measurement; nine of them and their buffers stay under eight seconds."""
 
@@ -102,8 +103,8 @@ def _link(device: torch.device) -> tuple[float, float, float]:
     arena = Arena(2 * size, pinned=True, cores=near_cores(device))
     up, down = arena.cut(size), arena.cut(size)
     on_device = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
-    tape = Tape(device)
-    lanes = (Lane("in", device, tape), Lane("out", device, tape))
+    streams = Streams(device)
+    lanes = (streams.lane("in"), streams.lane("out"))
 
     def copy_up() -> None:
         with lanes[0].work():
@@ -130,7 +131,7 @@ def _device_memory(device: torch.device) -> float:
 
 def _host_memory(n: int) -> float:
     a, b, c = (torch.ones(n) for _ in range(3))
-    return rate(lambda: torch.add(b, c, alpha=3.0, out=a), 12 * n, torch.device("cpu"), SECONDS)
+    return rate(lambda: torch.add(b, c, alpha=3.0, out=a), 12 * n, CPU, SECONDS)
 
 
 def _matrix(device: torch.device, dtype: torch.dtype) -> float:
@@ -140,13 +141,13 @@ def _matrix(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _cpu_adamw(cores: Sequence[int], n: int) -> float:
-    chunk = Chunk(0, 0, n, torch.bfloat16, FORMATS["fp32"])
-    weight, gradient = (torch.full((n,), value, dtype=chunk.dtype) for value in (0.5, 1e-3))
-    state = chunk.view(torch.zeros(chunk.state_bytes, dtype=torch.uint8))
-    coefficients = torch.full((NUM_COEFFICIENTS,), 0.5)
-    pool = Pool(cores)
-    found = rate(lambda: pool.adamw_(weight, gradient, state, coefficients), n, torch.device("cpu"), SECONDS)
-    pool.close()
+    chunk, rule = Chunk(0, 0, n, FORMATS["fp32"], weight_bytes=2), AdamW()
+    weight, gradient = (torch.full((n,), value, dtype=torch.bfloat16) for value in (0.5, 1e-3))
+    state = view_state(chunk, torch.zeros(chunk.state_bytes, dtype=torch.uint8))
+    coefficients = torch.full((rule.num_coefficients,), 0.5)
+    threads = HostThreads(cores)
+    found = rate(lambda: threads.update_(rule, weight, gradient, state, coefficients), n, CPU, SECONDS)
+    threads.close()
     return found
 
 
@@ -154,4 +155,4 @@ def _torch_adamw(n: int) -> float:
     parameter = torch.nn.Parameter(torch.full((n,), 0.5))
     parameter.grad = torch.full((n,), 1e-3)
     optimizer = torch.optim.AdamW([parameter], fused=True)
-    return rate(optimizer.step, n, torch.device("cpu"), SECONDS)
+    return rate(optimizer.step, n, CPU, SECONDS)

@@ -32,7 +32,7 @@ from penstock.engine.native import NativeEngine
 from penstock.engine.packed import PackedModel
 from penstock.engine.trial import drop_gradient, full_batch
 from penstock.errors import DoesNotFit, RecipeError, UserError
-from penstock.flow.lanes import Span
+from penstock.flow.timeline import Span
 from penstock.machine.hardware import describe, pick_compile, pick_device, pick_dtype
 from penstock.model.flops import flops_per_token
 from penstock.model.load import load_config, load_model
@@ -40,7 +40,7 @@ from penstock.plan.report import with_recompute
 from penstock.recipe.recipe import Recipe
 
 Say = Callable[[str], None]
-STEPS_ON_TAPE = 3
+STEPS_ON_TIMELINE = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,7 +276,7 @@ def busy_seconds(spans: Sequence[Span]) -> dict[str, float]:
     busy: dict[str, float] = {}
     for span in spans:
         if span.lane not in ("forward", "backward"):  # the model's own arithmetic is the floor
-            steps = STEPS_ON_TAPE - (span.lane == "wait")
+            steps = STEPS_ON_TIMELINE - (span.lane == "wait")
             busy[span.lane] = busy.get(span.lane, 0.0) + (span.end - span.start) / steps
     return dict(sorted(busy.items()))
 
@@ -344,13 +344,13 @@ def _time_steps(
         result = engine.step()
 
     seconds = median_seconds(step, engine.packed.device, steps)
-    engine.optimizer.synchronize()  # or the first step on the tape would wait for updates that are not on it
-    engine.optimizer.tape.start()
-    for _ in range(STEPS_ON_TAPE):
+    engine.optimizer.synchronize()  # or the first step on the timeline would wait for updates that are not on it
+    engine.optimizer.timeline.start()
+    for _ in range(STEPS_ON_TIMELINE):
         step()
     engine.optimizer.synchronize()
     assert result is not None, "steps were made"
-    return seconds, gradients, result.loss, engine.optimizer.tape.stop()
+    return seconds, gradients, result.loss, engine.optimizer.timeline.stop()
 
 
 def flops_of_step(model: PreTrainedModel, recipe: Recipe) -> float:

@@ -45,7 +45,7 @@ from penstock.engine.ranks import ALONE, World
 from penstock.errors import CheckpointError, counted
 from penstock.offload.dtensors import local, local_start
 from penstock.recipe.recipe import FIELDS, Recipe, to_dict
-from penstock.update.kernels import join
+from penstock.update.master import join
 
 NEWEST = "newest"
 """What `--resume` without a path asks for."""

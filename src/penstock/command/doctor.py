@@ -118,7 +118,7 @@ def _driver(paths: Paths) -> str:
 
 def compiler() -> Finding:
     """The C kernel of CPU AdamW, built at install."""
-    from penstock.update.kernels import host_library
+    from penstock.update.host_threads import host_library
 
     if host_library() is not None:
         return Finding("compiler", "ok", "the C kernel of CPU AdamW is built")

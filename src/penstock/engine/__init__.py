@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
-from penstock.flow.lanes import Span, ToHost
+from penstock.flow.lanes import ToHost
+from penstock.flow.timeline import Span
+from penstock.flow.transfers import link_of
 from penstock.offload.saved_tensors import SavedTensor
 
 
@@ -25,7 +27,8 @@ class StepResult:
     @classmethod
     def of(cls, loss: Tensor, grad_norm: Tensor, skipped: Tensor) -> StepResult:
         """Start the numbers on their way."""
-        return cls(ToHost.of(torch.stack([loss.double(), grad_norm.double(), skipped.double()])))
+        values = torch.stack([loss.double(), grad_norm.double(), skipped.double()])
+        return cls(link_of(loss.device).streams.to_host(values))
 
     @property
     def loss(self) -> float:
@@ -100,10 +103,10 @@ class Engine(Protocol):
     def memory(self) -> list[Held]:
         """What takes memory now, and on a GPU at its peak."""
 
-    def start_tape(self) -> None:
+    def start_timeline(self) -> None:
         """Record from here on when lanes and model are busy."""
 
-    def stop_tape(self) -> list[Span]:
+    def stop_timeline(self) -> list[Span]:
         """Wait for all updates; what was recorded."""
 
     def release(self) -> None:

@@ -28,11 +28,11 @@ from penstock.engine.native import decay_groups, held_memory, mean_loss, module_
 from penstock.engine.packed import PackedModel
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import Diverged
-from penstock.flow.lanes import Span, Tape
+from penstock.flow.timeline import Span, Timeline
 from penstock.machine.hardware import pick_device
 from penstock.model.attention import Segments
+from penstock.model.decoder import Decoder
 from penstock.model.loss import packed_loss
-from penstock.model.units import Units
 from penstock.offload.saved_tensors import SavedTensor, weight_tensors, whole
 from penstock.recipe.recipe import Recipe
 
@@ -44,14 +44,14 @@ STATE_BYTES = 12
 class _PackedLoss(nn.Module):
     """What DeepSpeed wraps: our loss as a module's forward, so that its hooks see every call of every part."""
 
-    def __init__(self, model: PreTrainedModel, units: Units) -> None:
+    def __init__(self, model: PreTrainedModel, decoder: Decoder) -> None:
         super().__init__()
         self.model = model
-        self._units = units
+        self._decoder = decoder
 
     def forward(self, batch: MicroBatch, segments: Segments) -> Tensor:
         return packed_loss(
-            self._units, batch.input_ids, batch.position_ids, segments, batch.target_index, batch.targets
+            self._decoder, batch.input_ids, batch.position_ids, segments, batch.target_index, batch.targets
         )
 
 
@@ -65,14 +65,15 @@ class DeepSpeedEngine:
     ) -> None:
         self.model, self._recipe, self._world = model, recipe, world
         self._device = world.pick(pick_device(recipe.device))
-        self._tape = Tape(self._device)
+        self._timeline = Timeline(self._device)
         self._cores = os.sched_getaffinity(0)
         config = deepspeed_json(recipe, world)
         deepspeed = start_deepspeed(self._device, world)
         packed = PackedModel(model, recipe, say)
         names = module_names(model)
         # Of units and parameters the names only: the parameters themselves would outlive `release`.
-        self._units = [(names[unit.modules[0]], [name for name, _ in unit.parameters]) for unit in packed.units.units]
+        by_parameter = {parameter: name for name, parameter in model.named_parameters()}
+        self._units = [(names[u.module], [by_parameter[p] for p in u.parameters]) for u in packed.decoder.units]
         # Before weights are cut, since they lose the number of dimensions that tells which decay.
         groups = [group for group in decay_groups(model, recipe.weight_decay) if group["params"]]
         if leaves := {type(module) for module in model.modules() if type(module).__name__ in LEAF_MODULES}:
@@ -85,7 +86,7 @@ class DeepSpeedEngine:
         for module in model.modules():
             module._buffers = {n: None if b is None else b.to(self._device) for n, b in module._buffers.items()}
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
-        loss = _PackedLoss(model, packed.units)
+        loss = _PackedLoss(model, packed.decoder)
         self.engine: Any = deepspeed.initialize(model=loss, optimizer=optimizer, config=config)[0]
         self._zero: Any = self.engine.optimizer
         self._loss = torch.zeros((), device=self._device)
@@ -114,17 +115,17 @@ class DeepSpeedEngine:
     def accumulate(self, batch: MicroBatch, trained_in_step: int, *, last: bool) -> None:
         """Forward and backward; gradients are averaged over ranks, so that a sum needs the factor."""
         self.engine.set_gradient_accumulation_boundary(last)
-        with self._tape.on_device("forward"):
+        with self._timeline.on_device("forward"):
             loss = self._loss_sum(batch) / trained_in_step
         if self._updates_in_backward and not torch.isfinite(self._world.total(loss.detach())):
             raise self._diverged("the loss is not finite")
-        with self._tape.on_device("backward"):
+        with self._timeline.on_device("backward"):
             self.engine.backward(loss * self._world.size, scale_wrt_gas=False)
         self._loss += loss.detach()
 
     def step(self) -> StepResult:
         """Clip and update. DeepSpeed sees a norm that is not finite, and leaves weights and moments alone then."""
-        with self._tape.on_device("wait"):
+        with self._timeline.on_device("wait"):
             self.engine.step()
         skipped = bool(self._zero.overflow)
         if skipped and self._updates_in_backward:
@@ -264,13 +265,13 @@ class DeepSpeedEngine:
         state = {home: num_bytes for home, num_bytes in self._state_bytes().items() if num_bytes}
         return held_memory(self._device, sum(part.nbytes for part in parts), state, place)
 
-    def start_tape(self) -> None:
+    def start_timeline(self) -> None:
         """Forward, backward and the wait for the update: what DeepSpeed does beside them is not seen from here."""
-        self._tape.start()
+        self._timeline.start()
 
-    def stop_tape(self) -> list[Span]:
+    def stop_timeline(self) -> list[Span]:
         """Nothing is left to wait for: a step ends with its update."""
-        return self._tape.stop()
+        return self._timeline.stop()
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

@@ -17,12 +17,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from penstock.errors import ModelError
+from penstock.model.decoder import find_decoder
 from penstock.model.load import Say
 from penstock.model.load_rows import build_sharded, load_sharded
-from penstock.model.units import find_units
 from penstock.offload.dtensors import local
 from penstock.recipe.recipe import Recipe
-from penstock.update.kernels import split
+from penstock.update.master import split
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,18 @@ def load_for_ranks(recipe: Recipe, config: PreTrainedConfig, device: torch.devic
 
 def shard_model(model: PreTrainedModel, mesh: DeviceMesh, reduce_dtype: torch.dtype | None) -> None:
     """Shard a model, in place. Gradients are summed over ranks: each loss is a share of the step's already."""
-    units = find_units(model)
+    decoder = find_decoder(model)
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    head, embedding = units.head.module, model.get_input_embeddings()
+    head, embedding = decoder.head.module, model.get_input_embeddings()
     tied = head is not embedding and any(p is q for p in head.parameters() for q in embedding.parameters())
     if tied and len(list(head.parameters())) > 1:
         what = "a head that is tied to the embedding and has a bias of its own cannot be sharded"
         raise ModelError(what, where=type(model).__name__, remedy="Train it on one GPU.")
-    for unit in units.units:
-        for module in unit.modules:
-            if tied and module is embedding:
-                fully_shard([embedding, head], mesh=mesh, mp_policy=policy)
-            elif not (tied and module is head):
-                fully_shard(module, mesh=mesh, mp_policy=policy)
+    for unit in decoder.units:
+        if tied and unit.module is embedding:
+            fully_shard([embedding, head], mesh=mesh, mp_policy=policy)
+        elif not (tied and unit.module is head):
+            fully_shard(unit.module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules() if mesh.size() > 1 else ():  # of one rank FSDP2 would divide into a second copy
         if isinstance(module, FSDPModule):

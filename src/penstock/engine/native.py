@@ -17,13 +17,17 @@ from penstock.engine.packed import PackedModel
 from penstock.engine.ranks import ALONE, World
 from penstock.engine.trial import try_once
 from penstock.errors import DoesNotFit
-from penstock.flow.lanes import Span
+from penstock.flow.timeline import Span
 from penstock.machine.hardware import pick_compile
 from penstock.offload.dtensors import local
-from penstock.offload.housing import round_off
-from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.optimizer import Behaviour, OffloadAdamW, update_time
+from penstock.offload.placing import place
 from penstock.offload.saved_tensors import SavedTensor, state_tensors, weight_tensors
+from penstock.offload.trained import find_trained
+from penstock.plan.layout import FORMATS
+from penstock.plan.split import Manner
 from penstock.recipe.recipe import Recipe, parse_homes
+from penstock.update.master import round_to_bf16_
 
 
 class NativeEngine:
@@ -41,40 +45,47 @@ class NativeEngine:
     ) -> None:
         self.model, self._recipe, self._world, self.sharded = model, recipe, world, world.many
         # First of all: what is compiled, and what the trial takes, depends on the precision that is trained in.
-        remainders = rounded_off(model, torch.bfloat16 if recipe.dtype == "bf16" else None, remainders or {})
+        if recipe.dtype == "bf16":
+            remainders = {**(remainders or {}), **round_to_bf16_(p for p in model.parameters() if p.requires_grad)}
         self.packed = PackedModel(model, recipe, say)
-        accumulates = recipe.rows_on(world.size) < -(-recipe.batch_size // world.size)
-        in_backward = recipe.update == "in-backward" or (recipe.update == "auto" and not recipe.max_grad_norm)
+        behaviour = Behaviour(
+            recipe.max_grad_norm,
+            recipe.states,
+            recipe.update if recipe.mode == "superoffload" else "after-norm",
+            overlap=recipe.mode == "superoffload",
+        )
+        in_backward = update_time(behaviour) == "in-backward"
         with self._memory_explained():
-            trial = try_once(self.packed, recipe, world.size, keeping=not (accumulates or in_backward))
-        if trial.activation_bytes and pick_compile(recipe, self.packed.device):
-            say(f"layers compiled in {trial.start_seconds:.1f} s; what was made is kept for the next run")
-        if trial.activation_bytes:
-            say(f"a micro-batch: {trial.activation_bytes / 1e9:.1f} GB of activations, with gradients "
-                f"{trial.kept_bytes / 1e9:.1f} GB; {trial.forward_seconds:.3f} s forward, "
-                f"{trial.backward_seconds:.3f} s backward")  # fmt: skip
+            profile = try_once(self.packed, recipe, world, in_backward=in_backward)
+        if profile.activation_bytes and profile.kept_bytes:
+            if pick_compile(recipe, self.packed.device):
+                say(f"layers compiled in {profile.start_seconds:.1f} s; what was made is kept for the next run")
+            say(f"a micro-batch: {profile.activation_bytes / 1e9:.1f} GB of activations, with gradients "
+                f"{profile.kept_bytes / 1e9:.1f} GB; {profile.forward_seconds:.3f} s forward, "
+                f"{profile.backward_seconds:.3f} s backward")  # fmt: skip
         homes: Any = parse_homes(recipe.homes) if recipe.mode == "superoffload" else "host"
+        groups, layers = decay_groups(model, recipe.weight_decay), self.packed.decoder.layers
+        placement = place(
+            find_trained(model, groups, layers),
+            FORMATS[recipe.states],
+            homes,
+            profile,
+            Manner(in_backward, behaviour.overlap, sharded=world.many),
+            cpu_adam_cores=recipe.cpu_adam_cores,
+        )
         self.optimizer = OffloadAdamW(
             model,
             lr=recipe.lr,
             betas=recipe.betas,
             eps=recipe.eps,
             max_grad_norm=recipe.max_grad_norm,
-            params=decay_groups(model, recipe.weight_decay),
-            homes=homes,
-            schedule=recipe.update if recipe.mode == "superoffload" else "after-norm",
-            overlap=recipe.mode == "superoffload",
-            cpu_adam_cores=recipe.cpu_adam_cores,
+            params=groups,
             states=recipe.states,
-            units=self.packed.units.layers,
-            activation_bytes=trial.activation_bytes,
-            kept_bytes=trial.kept_bytes,
-            taken_after=trial.taken_after,
-            accumulates=accumulates,
-            forward_seconds=trial.forward_seconds,
-            backward_seconds=trial.backward_seconds,
+            homes=placement,
+            update=behaviour.update,
+            overlap=behaviour.overlap,
+            units=layers,
             remainders=remainders,
-            ranks_here=world.local_size,
         )
         of_rank = f"rank {world.rank} of {world.size}: " if world.many else ""
         for line in (self.optimizer.describe_host_memory(), self.optimizer.describe()):
@@ -90,9 +101,9 @@ class NativeEngine:
     def accumulate(self, batch: MicroBatch, trained_in_step: int, *, last: bool) -> None:
         """Forward and backward; the gradients of the last micro-batch are final."""
         with self._memory_explained():
-            with self.optimizer.tape.on_device("forward"):
+            with self.optimizer.timeline.on_device("forward"):
                 loss = self.packed.loss_sum(batch) / trained_in_step
-            with nullcontext() if last else self.optimizer.accumulate(), self.optimizer.tape.on_device("backward"):
+            with nullcontext() if last else self.optimizer.accumulate(), self.optimizer.timeline.on_device("backward"):
                 loss.backward()
             self._loss += loss.detach()
 
@@ -102,7 +113,7 @@ class NativeEngine:
         self.optimizer.zero_grad()
         report = self.optimizer.report
         assert report is not None, "a step follows at least one micro-batch"
-        result = StepResult.of(self._world.total(self._loss), report.grad_norm, ~report.taken)
+        result = StepResult.of(self._world.total(self._loss), report.grad_norm, ~report.applied)
         self._loss = torch.zeros((), device=self.packed.device)
         return result
 
@@ -136,15 +147,15 @@ class NativeEngine:
         weights = sum(local(p).nbytes for p in self.model.parameters())
         return held_memory(self.packed.device, weights, self.optimizer.state_bytes())
 
-    def start_tape(self) -> None:
+    def start_timeline(self) -> None:
         """Begin with everything made."""
         self.optimizer.synchronize()
-        self.optimizer.tape.start()
+        self.optimizer.timeline.start()
 
-    def stop_tape(self) -> list[Span]:
+    def stop_timeline(self) -> list[Span]:
         """Threads that still gave work to the lanes would be cut off in the middle, so they are waited for."""
         self.optimizer.synchronize()
-        return self.optimizer.tape.stop()
+        return self.optimizer.timeline.stop()
 
     @contextmanager
     def _memory_explained(self) -> Iterator[None]:
@@ -166,14 +177,6 @@ class NativeEngine:
     def release(self) -> None:
         """Let the last updates finish, then give state back."""
         self.optimizer.close()
-
-
-def rounded_off(
-    model: nn.Module, dtype: torch.dtype | None, known: Mapping[nn.Parameter, Tensor]
-) -> dict[nn.Parameter, Tensor]:
-    """Round the weights that are trained to their working precision; what that leaves, for the optimizer."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return {trained[index]: remainder for index, remainder in round_off(trained, dtype, known).items()}
 
 
 def module_names(model: nn.Module) -> dict[nn.Module, str]:

@@ -9,13 +9,13 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
-from penstock.flow.lanes import to_device
+from penstock.flow.transfers import link_of
 from penstock.machine.hardware import pick_compile
 from penstock.model.attention import Segments, use_attention
 from penstock.model.compiled import set_compile
+from penstock.model.decoder import find_decoder
 from penstock.model.loss import call_as, check_logits, packed_loss
 from penstock.model.recompute import set_recompute
-from penstock.model.units import find_units
 from penstock.recipe.recipe import Recipe, dials
 
 
@@ -24,24 +24,24 @@ class PackedModel:
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe, say: Callable[[str], None]) -> None:
         self.model = model
-        self.units = find_units(model)
+        self.decoder = find_decoder(model)
         self.device = next(model.parameters()).device
         use_attention(model, recipe.attention)
-        check_logits(model, self.units)
-        layers, compiled = self.units.layers, pick_compile(recipe, self.device)
+        check_logits(model, self.decoder)
+        layers, compiled = self.decoder.layers, pick_compile(recipe, self.device)
         set_recompute(layers, dials("none", len(layers)))
         set_recompute(layers, set_compile(layers, compiled, say, dials(recipe.recompute, len(layers))))
         model.train()
 
     def loss_sum(self, batch: MicroBatch) -> Tensor:
         """Sum of the losses of the trained tokens."""
-        with to_device(self.device) as made:
+        with link_of(self.device).to_device.for_the_model() as made:
             batch, segments = batch.to(self.device), Segments.of(batch.boundaries, self.device)
             made += [batch.input_ids, batch.position_ids, batch.target_index, batch.targets, segments.offsets]
 
         def loss(input_ids: Tensor) -> Tensor:
             rows = (input_ids, batch.position_ids, segments, batch.target_index, batch.targets)
-            return packed_loss(self.units, *rows)
+            return packed_loss(self.decoder, *rows)
 
         # FSDP2 begins and ends a pass where the whole model is called; forward here calls its parts.
         sharded = isinstance(self.model, FSDPModule)

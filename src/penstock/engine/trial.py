@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -15,25 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from penstock.data.loader import MicroBatch
 from penstock.engine.packed import PackedModel
+from penstock.engine.ranks import World
 from penstock.machine.hardware import pick_compile
 from penstock.offload.dtensors import all_say, local
+from penstock.plan.split import Profile
 from penstock.recipe.recipe import Recipe
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What one full micro-batch takes beside the weights."""
-
-    activation_bytes: int
-    """The most at any time, if every gradient is dropped as soon as it is there."""
-    kept_bytes: int
-    """The most at any time, with the gradients kept: less than both sums, as activations go while gradients come."""
-    taken_after: dict[nn.Parameter, int]
-    """The most from the gradient of each parameter to the end, with all gradients; empty where it was not tried."""
-    forward_seconds: float
-    backward_seconds: float
-    start_seconds: float
-    """Before the one that was timed: compiling, mostly."""
 
 
 class _Watch:
@@ -69,33 +55,36 @@ class _Watch:
         """The highest."""
         return max([self._last, *self._peaks.values()])
 
-    def after(self) -> dict[nn.Parameter, int]:
-        """The highest from each gradient on."""
-        found, highest = {}, self._last
+    def after(self, more: int = 0) -> dict[object, float]:
+        """The highest from each gradient on, with so much more."""
+        found: dict[object, float] = {}
+        highest = self._last
         for parameter, until in reversed(self._peaks.items()):
-            found[parameter], highest = highest, max(highest, until)
+            found[parameter], highest = highest + more, max(highest, until)
         return found
 
 
-def try_once(packed: PackedModel, recipe: Recipe, ranks: int, *, keeping: bool) -> Trial:
+def try_once(packed: PackedModel, recipe: Recipe, world: World, *, in_backward: bool) -> Profile:
     """Forward and backward of a full micro-batch, to see what they need before state takes the rest.
 
-    `keeping`: all gradients of one micro-batch are there at once, so that its activations and they share the peak.
+    With one micro-batch and `after-norm` all its gradients are there at once, and share the peak with its activations.
     """
+    accumulates = recipe.rows_on(world.size) < -(-recipe.batch_size // world.size)
+    unknown = Profile(0, 0, accumulates=accumulates, ranks_here=world.local_size)
     if packed.device.type != "cuda":
-        return Trial(0, 0, {}, 0.0, 0.0, 0.0)
-    batch = full_batch(recipe.rows_on(ranks), recipe.max_length, packed.model.config.get_text_config().vocab_size)
+        return unknown
+    vocab_size = packed.model.config.get_text_config().vocab_size
+    batch = full_batch(recipe.rows_on(world.size), recipe.max_length, vocab_size)
     parameters = [p for p in packed.model.parameters() if p.requires_grad]
     watch = _Watch(packed.device)
     with _told(parameters, watch.came):
         with _told(parameters, drop_gradient):
             forward, backward, start_seconds = _time_passes(packed, recipe, batch, watch)
         activation_bytes, gradient_bytes = watch.peak(), sum(local(p).nbytes for p in parameters)
-        kept_bytes = activation_bytes + gradient_bytes
-        taken_after = {p: taken + gradient_bytes for p, taken in watch.after().items()}
+        kept_bytes, bytes_after = activation_bytes + gradient_bytes, watch.after(gradient_bytes)
         sharded = isinstance(packed.model, FSDPModule)
-        if keeping:
-            taken_after = {}
+        if not (accumulates or in_backward):
+            bytes_after = {}
             # Activations go while gradients come, so that it may fit where the sum of both does not. Ranks do not try:
             # one that ran out of memory would leave the others waiting, as would one that does not go along.
             if not sharded or all_say(kept_bytes < torch.cuda.mem_get_info(packed.device)[0], parameters[0]):
@@ -103,9 +92,17 @@ def try_once(packed: PackedModel, recipe: Recipe, ranks: int, *, keeping: bool) 
                     watch.start()
                     packed.loss_sum(batch).backward()
                     watch.stop()
-                    kept_bytes, taken_after = watch.peak(), watch.after()
+                    kept_bytes, bytes_after = watch.peak(), watch.after()
                 packed.model.zero_grad()
-    return Trial(activation_bytes, kept_bytes, {} if sharded else taken_after, forward, backward, start_seconds)
+    return replace(
+        unknown,
+        activation_bytes=activation_bytes,
+        kept_bytes=kept_bytes,
+        bytes_after={} if sharded else bytes_after,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        start_seconds=start_seconds,
+    )
 
 
 def _time_passes(packed: PackedModel, recipe: Recipe, batch: MicroBatch, watch: _Watch) -> tuple[float, float, float]:

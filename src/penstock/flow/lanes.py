@@ -1,97 +1,20 @@
-"""Lanes: ordered queues of device work that run beside the arithmetic, and the tape that says when each was busy.
+"""Lanes: ordered queues of device work that run beside the arithmetic, and what orders them among each other.
 
 On CUDA (and ROCm, which speaks the same torch calls) a lane is a stream. On a device without streams work runs at once,
-in the order in which it is given, so every schedule can be tested on a CPU.
-
-The copy engine of a direction serves one stream as long as it has work, and streamed state always has: any other copy,
-however small, waits until the last chunk is through (0.7 s a step of qwen3-14b on an H200, the first line of
-benchmarks/results/2026-11-15-h200/timelines.jsonl; the second is as it is here). So nothing that the model waits for is
-copied on the model's stream while state streams: numbers go in as arguments of kernels (`norm.py`), what the host reads
-leaves on a stream of its own (`ToHost`), and everything large that goes to the device, streamed state, weights from
-`host` and the next batch, is in one queue, where a copy waits only for those that were there before it.
+in the order in which it is given. `Streams` makes everything that can run beside something else: lanes, threads, marks.
+Tests put one in its place that keeps vector clocks, and sees every wait that is missing (`tests/flow/checked.py`).
 """
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 
-LaneName = Literal["in", "update", "out", "down", "cpu", "up", "wait", "forward", "backward"]
-"""`in` and `out` carry streamed state, `down` and `up` gradients and weights of `host`, `cpu` are its threads. The rest
-is the model itself: its arithmetic, and in `wait` its waiting for an update, which is what the lanes did not hide."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """A stretch of time in which a lane was busy, in seconds since the tape was started."""
-
-    lane: LaneName
-    start: float
-    end: float
-
-
-class Tape:
-    """Records when lanes are busy, from `start` to `stop`. Off, it costs nothing; on, two events a piece of work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._on = device, False
-        self._events: list[tuple[LaneName, torch.cuda.Event, torch.cuda.Event]] = []
-        self._spans: list[Span] = []
-
-    def start(self) -> None:
-        """Forget what was recorded and begin again."""
-        self._events, self._spans = [], []
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # so that the device's clock and the host's have one zero
-            self._zero = torch.cuda.Event(enable_timing=True)
-            self._zero.record()
-        self._start = time.perf_counter()
-        self._on = True  # last: another thread may be timing already
-
-    def stop(self) -> list[Span]:
-        """Wait for the device; everything that was recorded, in no particular order."""
-        self._on = False
-        if self._events:
-            torch.cuda.synchronize(self._device)
-        timed = [
-            Span(lane, self._zero.elapsed_time(a) / 1e3, self._zero.elapsed_time(b) / 1e3)
-            for lane, a, b in self._events
-        ]
-        return self._spans + timed
-
-    @contextmanager
-    def on_host(self, lane: LaneName) -> Iterator[None]:
-        """Time what the calling thread does."""
-        start = time.perf_counter()
-        yield
-        self.spent(lane, start, time.perf_counter())
-
-    def spent(self, lane: LaneName, start: float, end: float) -> None:
-        """Time that went by on the host's clock."""
-        if self._on:
-            self._spans.append(Span(lane, start - self._start, end - self._start))
-
-    @contextmanager
-    def on_device(self, lane: LaneName) -> Iterator[None]:
-        """Time what is enqueued on the calling thread's current stream."""
-        if not self._on:
-            yield
-        elif self._device.type != "cuda":
-            with self.on_host(lane):
-                yield
-        else:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            yield
-            last.record()
-            self._events.append((lane, first, last))
+from penstock.flow.timeline import LaneName, Timeline
 
 
 class Mark:
@@ -115,52 +38,22 @@ class Mark:
             stream.wait_event(self._event)
 
 
-class ToHost:
-    """A tensor on its way to the host. Reading it waits for what made it and for nothing after."""
-
-    def __init__(self, values: Tensor, done: Mark) -> None:
-        self._values, self._done = values, done
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> ToHost:
-        """Start it on its way, after what the calling thread has enqueued on its current stream."""
-        if not tensor.is_cuda:
-            return cls(tensor, Mark())
-        landing = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # or the copy would be waited for
-        side = _side(tensor.device, "to host")
-        main_mark(tensor.device).hold(side)
-        with torch.cuda.stream(side):
-            landing.copy_(tensor, non_blocking=True)
-        tensor.record_stream(side)
-        return cls(landing, Mark(side.record_event()))
-
-    def ready(self) -> bool:
-        """Whether reading would not wait."""
-        return self._done.ready()
-
-    def read(self) -> Tensor:
-        """The values, on the host."""
-        self._done.wait_on_host()
-        return self._values
-
-
 class Lane:
-    """One ordered queue of work; `to_device`, that of all copies to the device, under a name of its own."""
+    """One ordered queue of work."""
 
-    def __init__(
-        self, name: LaneName, device: torch.device, tape: Tape, *, urgent: bool = False, to_device: bool = False
-    ) -> None:
-        self.name, self._tape = name, tape
-        self._stream: torch.cuda.Stream | None = None
+    def __init__(self, name: LaneName, timeline: Timeline, stream: torch.cuda.Stream | None = None) -> None:
+        self.name, self._timeline, self._stream = name, timeline, stream
         self._last: Mark | None = None
-        if device.type == "cuda":
-            self._stream = _side(device, "to device") if to_device else torch.cuda.Stream(device, -1 if urgent else 0)
 
     @contextmanager
-    def work(self) -> Iterator[None]:
-        """What is enqueued inside goes to this lane."""
-        with torch.cuda.stream(self._stream), self._tape.on_device(self.name):  # no stream: no change of stream
+    def work(self, label: LaneName | None = None) -> Iterator[None]:
+        """What is enqueued inside goes to this lane; on the timeline under its name or another."""
+        with torch.cuda.stream(self._stream), self._timeline.on_device(label or self.name):  # None: the current stream
             yield
+
+    def current(self) -> AbstractContextManager[object]:
+        """The same without a place on the timeline."""
+        return torch.cuda.stream(self._stream)
 
     def mark(self) -> Mark:
         """The point after all that was enqueued so far."""
@@ -178,33 +71,75 @@ class Lane:
             tensor.record_stream(self._stream)
 
 
-def main_mark(device: torch.device) -> Mark:
-    """The point after all that the calling thread has enqueued on its current stream."""
-    return Mark(torch.cuda.current_stream(device).record_event()) if device.type == "cuda" else Mark()
+class ToHost:
+    """A tensor on its way to the host. Reading it waits for what made it and for nothing after."""
+
+    def __init__(self, values: Tensor, done: Mark) -> None:
+        self._values, self._done = values, done
+
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return self._done.ready()
+
+    def read(self) -> Tensor:
+        """The values, on the host."""
+        self._done.wait_on_host()
+        return self._values
 
 
-def main_waits(device: torch.device, mark: Mark) -> None:
-    """What the calling thread enqueues from now on its current stream starts after `mark`."""
-    if device.type == "cuda":
-        mark.hold(torch.cuda.current_stream(device))
+class Streams:
+    """What runs beside what on one device: the model's own stream (`main`), lanes and threads."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.timeline = device, Timeline(device)
+        self._numbers = self.lane("out")
 
-@contextmanager
-def to_device(device: torch.device) -> Iterator[list[Tensor]]:
-    """What is copied inside is in the queue of such copies, and the model waits for it. List what was made."""
-    made: list[Tensor] = []
-    if device.type != "cuda":
-        yield made
-        return
-    main, side = torch.cuda.current_stream(device), _side(device, "to device")
-    with torch.cuda.stream(side):
-        yield made
-    main.wait_stream(side)
-    for tensor in made:
-        tensor.record_stream(main)
+    @property
+    def separate_memory(self) -> bool:
+        """Whether device and host have memories of their own, so that what moves between them is copied."""
+        return self.device.type == "cuda"
 
+    def lane(self, name: LaneName, *, urgent: bool = False) -> Lane:
+        """A new lane."""
+        stream = torch.cuda.Stream(self.device, -1 if urgent else 0) if self.device.type == "cuda" else None
+        return Lane(name, self.timeline, stream)
 
-@functools.cache
-def _side(device: torch.device, _: str) -> torch.cuda.Stream:
-    """A stream for copies beside everything else, one for every purpose."""
-    return torch.cuda.Stream(device)
+    def thread(self, name: str) -> Executor:
+        """A thread. Every thread begins on the first GPU and would take memory there for nothing."""
+        if self.device.type != "cuda":
+            return ThreadPoolExecutor(1, name)
+        number = torch.cuda.current_device() if self.device.index is None else self.device.index
+        return ThreadPoolExecutor(1, name, initializer=torch.cuda.set_device, initargs=(number,))
+
+    def main_mark(self) -> Mark:
+        """The point after all that the calling thread has enqueued on its current stream."""
+        return Mark(torch.cuda.current_stream(self.device).record_event()) if self.device.type == "cuda" else Mark()
+
+    def main_waits(self, mark: Mark) -> None:
+        """What the calling thread enqueues from now on its current stream starts after `mark`."""
+        if self.device.type == "cuda":
+            mark.hold(torch.cuda.current_stream(self.device))
+
+    def main_uses(self, tensor: Tensor) -> None:
+        """`Lane.uses` of the calling thread's current stream, for what was made on a lane."""
+        if self.device.type == "cuda":
+            tensor.record_stream(torch.cuda.current_stream(self.device))
+
+    def to_host(self, tensor: Tensor) -> ToHost:
+        """Start a few numbers on their way to the host, after what the calling thread has enqueued.
+
+        On a lane of their own, outside of the queue of transfers: the model waits for them, and they are small.
+        """
+        if not self.separate_memory:
+            return ToHost(tensor, Mark())
+        landing = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)  # or the copy is waited for
+        self._numbers.wait(self.main_mark())  # what makes the numbers is still under way
+        with self._numbers.work():
+            landing.copy_(tensor, non_blocking=True)
+        self._numbers.uses(tensor)
+        return ToHost(landing, self._numbers.mark())
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from penstock.errors import ModelError
 from penstock.model.attention import Segments, attention_inputs
-from penstock.model.units import Head, Units
+from penstock.model.decoder import Decoder, Head
 
 _CHUNK_BYTES = {"cuda": 2**29, "cpu": 2**28}
 """fp32 logits of one chunk. The sum of the weight's gradient is read and written once a chunk, 2.1 GB in fp32 for
@@ -33,12 +33,12 @@ the peak, as fast as plain cross-entropy with all logits), and took 0.202 s in c
 
 
 def packed_loss(
-    units: Units, input_ids: Tensor, position_ids: Tensor, segments: Segments, target_index: Tensor, targets: Tensor
+    decoder: Decoder, input_ids: Tensor, position_ids: Tensor, segments: Segments, target_index: Tensor, targets: Tensor
 ) -> Tensor:
     """Sum of the cross-entropies of `targets`, predicted at the positions `target_index` of the flattened rows."""
-    hidden = _hidden_states(units, input_ids, position_ids, segments)
+    hidden = _hidden_states(decoder, input_ids, position_ids, segments)
     chosen = hidden.flatten(0, 1).index_select(0, target_index)
-    return _through_head(units.head, chosen, targets)
+    return _through_head(decoder.head, chosen, targets)
 
 
 def loss_sum(
@@ -59,7 +59,7 @@ def loss_sum(
 
 
 @torch.no_grad()
-def check_logits(model: PreTrainedModel, units: Units) -> None:
+def check_logits(model: PreTrainedModel, decoder: Decoder) -> None:
     """Prove on a few tokens that the loss sees the logits the model itself computes.
 
     Some models divide, cap or otherwise treat their logits after the head, each in its own way and under its own config
@@ -67,26 +67,26 @@ def check_logits(model: PreTrainedModel, units: Units) -> None:
 
     And prove that they are the same while the model trains: what is drawn at random differs between micro-batches.
     """
-    device = units.head.weight.device
-    ids = torch.arange(8, device=device).view(1, 8) % units.head.weight.shape[0]
+    device = decoder.head.weight.device
+    ids = torch.arange(8, device=device).view(1, 8) % decoder.head.weight.shape[0]
     positions = torch.arange(8, device=device).view(1, 8)
     segments = Segments.of((0, 8), device)
     was_training = model.training
 
     def logits() -> Tensor:
         """Shards are gathered in a call."""
-        return call_as(model, lambda ids: _plain_logits(units, ids, positions, segments), ids)
+        return call_as(model, lambda ids: _plain_logits(decoder, ids, positions, segments), ids)
 
     model.eval()
     try:
         ours = logits()
-        inputs = attention_inputs(units.backbone.config, (1, 8), units.backbone.dtype, segments)
+        inputs = attention_inputs(decoder.backbone.config, (1, 8), decoder.backbone.dtype, segments)
         theirs = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits.float()
         model.train()
         training = logits()
     finally:
         model.train(was_training)
-    tolerance = (1e-4 if units.backbone.dtype == torch.float32 else 2e-2) * float(theirs.abs().max())
+    tolerance = (1e-4 if decoder.backbone.dtype == torch.float32 else 2e-2) * float(theirs.abs().max())
     if not torch.allclose(ours, theirs[0], rtol=0, atol=tolerance):
         raise ModelError(
             f"treats its logits in a way that is not known here: they differ from the head's by "
@@ -103,17 +103,17 @@ def check_logits(model: PreTrainedModel, units: Units) -> None:
         )
 
 
-def _plain_logits(units: Units, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
+def _plain_logits(decoder: Decoder, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
     """Logits of the first row, as the loss sees them."""
-    head = units.head
-    hidden = _hidden_states(units, input_ids, position_ids, segments)
+    head = decoder.head
+    hidden = _hidden_states(decoder, input_ids, position_ids, segments)
     return call_as(head.module, lambda x: _logits(x[0], head.weight, head.bias, head.scale, head.softcap), hidden)
 
 
-def _hidden_states(units: Units, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
+def _hidden_states(decoder: Decoder, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
     shape = (input_ids.shape[0], input_ids.shape[1])
-    inputs = attention_inputs(units.backbone.config, shape, units.backbone.dtype, segments)
-    output = units.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, **inputs)
+    inputs = attention_inputs(decoder.backbone.config, shape, decoder.backbone.dtype, segments)
+    output = decoder.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, **inputs)
     hidden: Tensor = output.last_hidden_state
     return hidden
 

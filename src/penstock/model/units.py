@@ -1,175 +1,56 @@
-"""What a model is made of: units in the order forward needs them.
+"""Units: weights that forward needs together, so that they are updated, moved and waited for together.
 
-A unit's weights are needed together, so they are updated, moved and waited for together. Units are found from the
-structure of a Hugging Face decoder (an embedding, one list of layers, a final norm, a head), never from a table of
-model names. What is not understood is refused by name: a parameter that belongs to no unit would silently not be
-trained.
+Found from the structure of any module tree, never from a table of model names: the elements of every list of modules
+(or modules that are named), then each module with weights of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-
-from penstock.errors import ModelError
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Weights that forward needs together."""
+    """One module and its trainable weights."""
 
     name: str
-    modules: tuple[nn.Module, ...]
-    """Before any of these runs, the unit's weights must be ready. One for a layer, perhaps two for the embedding."""
-    parameters: tuple[tuple[str, nn.Parameter], ...]
-    """Trainable ones, with their names in the model. A tied weight is in the first unit that needs it."""
-
-
-@dataclass(frozen=True)
-class Head:
-    """How logits come from hidden states: softcap(scale * (hidden @ weight.T + bias))."""
-
+    """The module's path in the model."""
     module: nn.Module
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @property
-    def weight(self) -> Tensor:
-        """Read anew each time: sharding and loading replace parameters."""
-        weight: Tensor = self.module.weight  # type: ignore[assignment]
-        return weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """None for nearly every model."""
-        return getattr(self.module, "bias", None)
+    """Before it runs, the unit's weights must be ready."""
+    parameters: tuple[nn.Parameter, ...]
+    """Trainable ones. A tied weight is in the first unit that needs it."""
 
 
-@dataclass(frozen=True)
-class Units:
-    """The model, taken apart."""
+def find_units(model: nn.Module, chosen: Iterable[nn.Module] | None = None) -> list[Unit]:
+    """The units in the order of registration, which nearly always is that of forward.
 
-    units: tuple[Unit, ...]
-    """Embedding, layers, norm, head: in forward order. A unit without weights of its own (a tied head) is left out."""
-    backbone: PreTrainedModel
-    """Everything but the head: token ids in, hidden states out."""
-    layers: tuple[nn.Module, ...]
-    head: Head
-    tied: dict[str, str]
-    """Other names of a weight, each with the name that it is listed under."""
-
-
-def find_units(model: PreTrainedModel) -> Units:
-    """Take the model apart, or say what about it was not understood."""
-    _refuse_auxiliary_loss(model)
-    backbone, head = _backbone(model), model.get_output_embeddings()
-    if not isinstance(head, nn.Module) or getattr(head, "weight", None) is None:
-        raise _not_understood(model, "it has no output head with a weight")
-    path, layers = _layer_list(model, backbone)
-    before, after = _around(backbone, path)
-    groups = [
-        ("embedding", before),
-        *((f"layer {number}", [layer]) for number, layer in enumerate(layers)),
-        ("norm", after),
-        ("head", [head]),
-    ]
-    names = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
-    taken: set[int] = set()
-    units = [unit for name, modules in groups if (unit := _unit(name, modules, names, taken)).parameters]
-    _refuse_leftovers(model, taken)
-    tied = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if names[id(p)] != name}
-    return Units(tuple(units), backbone, tuple(layers), _head(model, head), tied)
-
-
-def _backbone(model: PreTrainedModel) -> PreTrainedModel:
-    if model.config.is_encoder_decoder:
-        raise _not_understood(model, "it has an encoder and a decoder")
-    backbone = model.base_model
-    if backbone is model or not isinstance(backbone, PreTrainedModel):
-        raise _not_understood(model, "it is not a backbone with a head on top")
-    return backbone
-
-
-def _layer_list(model: PreTrainedModel, backbone: nn.Module) -> tuple[str, list[nn.Module]]:
-    """The one list of layers, and its path in the backbone. Lists inside a layer (experts) do not count."""
-    count = model.config.get_text_config().num_hidden_layers
-    lists = {
-        name: list(module)
-        for name, module in _outermost_lists(backbone)
-        if len(module) == count and any(True for _ in module.parameters())
-    }
-    if len(lists) != 1:
-        found = ", ".join(lists) or "none"
-        raise _not_understood(model, f"one list of {count} layers was expected, found: {found}")
-    return next(iter(lists.items()))
-
-
-def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
-    for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList):
-            yield prefix + name, child
-        else:
-            yield from _outermost_lists(child, f"{prefix}{name}.")
-
-
-def _around(backbone: nn.Module, path: str) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Modules registered before the layers and after them, at every level down to the list.
-
-    Registration nearly always follows forward. Where it does not, a weight is merely ready earlier than it must be, or
-    is waited for where its own module runs: that is why a unit names its modules.
+    If FSDP2 has sharded the model, units are what it gathers at once, since a gather must find every weight updated.
     """
-    before: list[nn.Module] = []
-    after: list[nn.Module] = []
-    container = backbone
-    for step in path.split("."):
-        children = list(container.named_children())
-        at = [name for name, _ in children].index(step)
-        before += [child for _, child in children[:at]]
-        after = [child for _, child in children[at + 1 :]] + after
-        container = children[at][1]
-    return before, after
+    containers = (nn.ModuleList, nn.ModuleDict)  # never called themselves, so no unit either
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList))
+    elements = (e for modules in lists for e in modules if not isinstance(e, containers))
+    whole = set(elements if chosen is None else chosen)
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    found: list[Unit] = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if sharded and not isinstance(module, FSDPModule):
+            continue
+        own = gathered_with(module) if sharded else module.parameters(recurse=module in whole)
+        fresh = tuple({id(p): p for p in own if p.requires_grad and id(p) not in seen}.values())
+        seen.update(map(id, fresh))
+        if fresh:
+            found.append(Unit(name, module, fresh))
+    return found
 
 
-def _unit(name: str, modules: Sequence[nn.Module], names: dict[int, str], taken: set[int]) -> Unit:
-    """A unit of the modules' trainable parameters that no earlier unit has."""
-    parameters = []
-    for parameter in (p for module in modules for p in module.parameters()):
-        if parameter.requires_grad and id(parameter) not in taken:
-            taken.add(id(parameter))
-            parameters.append((names[id(parameter)], parameter))
-    return Unit(name, tuple(m for m in modules if any(True for _ in m.parameters())), tuple(parameters))
-
-
-def _head(model: PreTrainedModel, module: nn.Module) -> Head:
-    """What the model does to its logits, from its config. `check_logits` proves it against the model itself."""
-    config = model.config.get_text_config()
-    divisor, factor = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
-    scale = (1.0 if factor is None else float(factor)) / (1.0 if divisor is None else float(divisor))
-    return Head(module, scale, getattr(config, "final_logit_softcapping", None))
-
-
-def _refuse_auxiliary_loss(model: PreTrainedModel) -> None:
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise ModelError(
-            "the config asks for the experts' auxiliary loss (output_router_logits), which is not implemented",
-            where=type(model).__name__,
-            remedy="Set output_router_logits to false in its config.json to train without.",
-        )
-
-
-def _refuse_leftovers(model: PreTrainedModel, taken: set[int]) -> None:
-    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in taken]
-    if left:
-        shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
-        raise _not_understood(model, f"these weights belong to no embedding, layer, norm or head: {shown}")
-
-
-def _not_understood(model: PreTrainedModel, reason: str) -> ModelError:
-    return ModelError(
-        f"the structure was not understood: {reason}",
-        where=type(model).__name__,
-        remedy="Penstock trains decoders with one list of layers, such as Llama, Qwen3, Phi-3, Mistral or gpt-oss.",
-    )
+def gathered_with(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of an FSDP2 module that no FSDP2 module within it has."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from gathered_with(child)

@@ -8,6 +8,7 @@ serves one GPU and many. Letting DTensor do the arithmetic was rejected: every o
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from penstock.errors import RecipeError
 from penstock.flow.lanes import Mark
-from penstock.update.formats import StateFormat
+from penstock.plan.layout import StateFormat
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ def all_say(yes: bool, sharded: Tensor) -> bool:
     return bool(votes)
 
 
-def check_blocks(parameters: list[Tensor], states: StateFormat) -> None:
+def check_blocks(parameters: Iterable[Tensor], states: StateFormat) -> None:
     """Refuse a format whose blocks the ranks would cut.
 
     A block has one scale. Counting blocks from the start of each shard was rejected: what is saved on two ranks would

@@ -1,66 +1,58 @@
-"""Where state lives: parameters cut into chunks, the homes that were made for them, and what is asked of all homes."""
+"""The homes that were made for a placement, and what is asked of all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from penstock.flow.arena import Arena
-from penstock.flow.lanes import Tape
-from penstock.offload.dtensors import local, local_start
-from penstock.offload.homes import Chunk, Home, HostHome, ResidentHome, StreamHome
-from penstock.plan.layout import STREAM_QUEUE, HomeName
-from penstock.plan.placement import deal
-from penstock.update.formats import StateFormat
-from penstock.update.kernels import split
+from penstock.flow.transfers import Link
+from penstock.machine.hardware import near_cores
+from penstock.offload.dtensors import local
+from penstock.offload.homes import Home, Surroundings
+from penstock.offload.host import HostHome
+from penstock.offload.resident import ResidentHome
+from penstock.offload.stream import StreamHome
+from penstock.offload.trained import Trained
+from penstock.plan.layout import STREAM_QUEUE, Chunk, HomeName
+from penstock.plan.placement import Placement
+from penstock.update.formats import view_state
+from penstock.update.rule import Rule
 
 
 class Housing:
     """The chunks of every parameter, and the home of every chunk."""
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        order: Sequence[int],
-        states: StateFormat,
-        shares: Mapping[HomeName, float],
-        chunk_size: int,
-        tape: Tape,
-        *,
-        in_backward: bool,
-        near: Sequence[int],
-        cores: Sequence[int],
-    ) -> None:
-        """`order`: numbers of the parameters in the order of forward. `near` cores make the arenas, `cores` update."""
-        self._parameters, self._states = parameters, states
-        device = parameters[0].device
-        dealt = deal([self._cut(index, chunk_size) for index in order], shares)
+    def __init__(self, trained: Trained, placement: Placement, rule: Rule, link: Link, *, in_backward: bool) -> None:
+        """`in_backward`: updates come while activations are there, so that few of them may wait for a slot."""
+        self._parameters, self._separate = trained.parameters, link.streams.separate_memory
+        around = Surroundings(rule, link, trained.deadlines())
+        near = near_cores(trained.device)
         most_waiting = STREAM_QUEUE if in_backward else 0
-        homes: dict[HomeName, Callable[[list[Chunk]], Home]] = {
-            "gpu": lambda c: ResidentHome(c, device, tape),
-            "stream": lambda c: StreamHome(c, device, tape, cores=near, most_waiting=most_waiting),
-            "host": lambda c: HostHome(c, device, tape, cores=cores),
+        makers: dict[HomeName, Callable[[Sequence[Chunk]], Home]] = {
+            "gpu": lambda chunks: ResidentHome(chunks, around),
+            "stream": lambda chunks: StreamHome(chunks, around, cores=near, most_waiting=most_waiting),
+            "host": lambda chunks: HostHome(chunks, around, cores=placement.cores or near),
         }
-        self.homes = [(homes[name](chunks), chunks) for name, chunks in dealt.items() if chunks]
+        self.homes = [(makers[name](chunks), chunks) for name, chunks in placement.chunks.items() if chunks]
         self.home_of = {chunk: home for home, chunks in self.homes for chunk in chunks}
-        self.chunks: list[list[Chunk]] = [[] for _ in parameters]
+        self.chunks: list[list[Chunk]] = [[] for _ in trained.parameters]
         """By parameter, from its first element to its last."""
         for chunk in sorted(self.home_of, key=lambda chunk: chunk.start):
             self.chunks[chunk.parameter].append(chunk)
 
-    def _cut(self, index: int, chunk_size: int) -> list[Chunk]:
-        p, offset = self._parameters[index], local_start(self._parameters[index])
-        size = local(p).numel()
-        starts = range(0, size, chunk_size)
-        return [Chunk(index, start, min(chunk_size, size - start), p.dtype, self._states, offset) for start in starts]
-
     @property
     def stream(self) -> StreamHome | None:
-        """The home whose state may come early."""
+        """The home whose state may be prefetched."""
         return next((home for home, _ in self.homes if isinstance(home, StreamHome)), None)
+
+    def leaves_to(self, index: int) -> HostHome | None:
+        """The home to which the whole gradient of a parameter goes, so that the device need not keep it."""
+        homes = [self.home_of[chunk] for chunk in self.chunks[index]]  # none of an empty shard
+        first = homes[0] if homes and self._separate else None
+        return first if isinstance(first, HostHome) and all(home is first for home in homes) else None
 
     @torch.no_grad()
     def start_from(self, remainders: Mapping[int, Tensor] | None = None, indices: Iterable[int] | None = None) -> None:
@@ -71,15 +63,15 @@ class Housing:
                 home = self.home_of[chunk]
                 home.weight_was_set(chunk, chunk.of(local(p).view(-1)))
                 if remainder is not None:
-                    chunk.view(home.state(chunk)).remainder.copy_(chunk.of(remainder))
+                    view_state(chunk, home.state(chunk))["remainder"].copy_(chunk.of(remainder))
 
     @torch.no_grad()
     def forget_remainders(self, indices: Iterable[int]) -> None:
         """The weights of these parameters are the masters now."""
         for index in indices:
             if self._parameters[index].dtype is torch.bfloat16:
-                for chunk, state in self.states(index):
-                    chunk.view(state).remainder.zero_()
+                for chunk, state in self.states_of(index):
+                    view_state(chunk, state)["remainder"].zero_()
 
     def clear(self) -> None:
         """State as before the first step."""
@@ -87,7 +79,7 @@ class Housing:
             for chunk in chunks:
                 home.state(chunk).zero_()
 
-    def states(self, index: int) -> Iterator[tuple[Chunk, Tensor]]:
+    def states_of(self, index: int) -> Iterator[tuple[Chunk, Tensor]]:
         """The chunks of one parameter, each with its state where it lies."""
         for chunk in self.chunks[index]:
             yield chunk, self.home_of[chunk].state(chunk)
@@ -108,17 +100,3 @@ class Housing:
         """Give back state, arenas and threads."""
         while self.homes:
             self.homes.pop()[0].close()
-
-
-@torch.no_grad()
-def round_off(
-    parameters: Sequence[nn.Parameter], dtype: torch.dtype | None, known: Mapping[nn.Parameter, Tensor]
-) -> dict[int, Tensor]:
-    """Round fp32 weights to bf16 if asked; the remainders keep the precision that the weights lose."""
-    remainders = {index: known[p] for index, p in enumerate(parameters) if p in known}
-    for index, p in enumerate(parameters):
-        if dtype is torch.bfloat16 and p.dtype is torch.float32:
-            assert not isinstance(p, DTensor), "FSDP2 has set itself up for the type of a parameter: round before"
-            weight, remainders[index] = split(p.detach().view(-1))
-            p.data = weight.view(p.shape)
-    return remainders

@@ -7,24 +7,33 @@ or forgets `accumulate()`, still lowers the loss, and nobody would look for the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.errors import RecipeError
-from penstock.flow.lanes import ToHost
+from penstock.flow.lanes import Streams, ToHost
 from penstock.offload.dtensors import local
-from penstock.offload.units import Unit
+from penstock.offload.trained import TrainedUnit
+from penstock.plan.layout import StateFormat
 from penstock.update.norm import Norm
 
 
+def format_named(name: str, formats: Mapping[str, StateFormat]) -> StateFormat:
+    """The format of that name."""
+    if name not in formats:
+        raise RecipeError("no such format", where=f"states = {name!r}", remedy=f"There are {', '.join(formats)}.")
+    return formats[name]
+
+
 def refuse_clipping(max_grad_norm: float) -> None:
-    """Of the schedule in-backward, which has nothing to clip by."""
+    """Of the update in-backward, which has nothing to clip by."""
     if max_grad_norm:
         raise RecipeError(
             "with in-backward the norm is not known when weights are updated",
             where=f"max_grad_norm = {max_grad_norm}",
-            remedy="Set max_grad_norm to 0, or use the schedule after-norm.",
+            remedy="Set max_grad_norm to 0, or use the update after-norm.",
         )
 
 
@@ -39,7 +48,7 @@ def check_parameters(parameters: Iterable[Tensor], device: torch.device) -> None
             )
 
 
-def refuse_misuse(unit: Unit, *, seen: bool) -> None:
+def refuse_misuse(unit: TrainedUnit, *, seen: bool) -> None:
     """Two mistakes that would train quietly in a wrong way. `seen`: the gradient was final in this step already."""
     if seen:
         raise RecipeError(
@@ -84,30 +93,25 @@ class Changes:
     host reads it a step later. Gradients that are no longer there, used or sent to the host, cannot be watched.
     """
 
-    def __init__(self, norm: Norm) -> None:
-        self._norm = norm
-        self._given: dict[int, tuple[int, int]] = {}  # of the final gradients, where they lie and their versions
+    def __init__(self, norm: Norm, streams: Streams) -> None:
+        self._norm, self._streams = norm, streams
         self._changed: ToHost | None = None
 
-    def watch(self, index: int, gradient: Tensor) -> None:
-        """A gradient is final from here on."""
-        self._given[index] = local(gradient).data_ptr(), local(gradient)._version
-
-    def look(self, final: Mapping[int, Tensor], parameters: Sequence[Tensor]) -> None:
+    def look(self, watched: Mapping[int, Watched], parameters: Sequence[Tensor]) -> None:
         """Compare the gradients that were written to with what the norm has taken of them."""
-        now = {i: parameters[i].grad for i in final}
+        now = {i: parameters[i].grad for i in watched}
         there = {i: local(gradient) for i, gradient in now.items() if gradient is not None}
-        if len(there) < len(now) or any(g.data_ptr() != self._given[i][0] for i, g in there.items()):
+        if len(there) < len(now) or any(g.data_ptr() != watched[i].address for i, g in there.items()):
             raise RecipeError(
                 "a gradient was replaced or dropped between backward and step()",
                 where="OffloadAdamW",
                 remedy="Let the optimizer clip (its max_grad_norm); leave parameters out with requires_grad_(False), "
                 "and a whole step with the optimizer's own zero_grad().",
             )
-        written = [i for i, gradient in there.items() if gradient._version != self._given[i][1]]
+        written = [i for i, gradient in there.items() if gradient._version != watched[i].version]
         if written:
             changed = torch.stack([self._norm.differs(i, there[i].reshape(-1)) for i in written]).any()
-            self._changed = ToHost.of(changed)
+            self._changed = self._streams.to_host(changed)
 
     def refuse(self) -> None:
         """A gradient that was changed may have been used already, and the norm is that of before."""
@@ -119,6 +123,15 @@ class Changes:
                 remedy="Let the optimizer clip (its max_grad_norm) and nobody else: Trainer takes max_grad_norm=0.",
             )
 
-    def forget(self) -> None:
-        """The step is over; what was found of it is still to be read."""
-        self._given.clear()
+
+@dataclass(frozen=True)
+class Watched:
+    """A final gradient as it was given: where it lies and its version."""
+
+    address: int
+    version: int
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> Watched:
+        """From here on."""
+        return cls(local(gradient).data_ptr(), local(gradient)._version)

@@ -8,48 +8,49 @@
         optimizer.step()
         optimizer.zero_grad()
 
-Schedule `after-norm`: gradients stay until the global norm is known on the device. `step` then enqueues the updates in
-forward order, and the next forward of each unit waits only for its own. Schedule `in-backward`: a unit is updated as
-soon as its gradients are final, which leaves no global norm to clip by. Speculating on the norm and rolling back was
+Update `after-norm`: gradients stay until the global norm is known on the device. `step` then enqueues the updates in
+forward order, and the next forward of each unit waits only for its own. Update `in-backward`: a unit is updated as soon
+as its gradients are final, which leaves no global norm to clip by. Speculating on the norm and rolling back was
 rejected: a rollback cannot restore the bits.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from penstock.flow.lanes import Mark, Tape, ToHost, main_mark
-from penstock.machine.hardware import near_cores
+from penstock.flow.timeline import Timeline
+from penstock.flow.transfers import link_of
 from penstock.offload.dtensors import check_blocks, group_of, local
-from penstock.offload.homes import Coefficients, HostHome, Update
-from penstock.offload.housing import Housing, round_off
+from penstock.offload.homes import Coefficients, Update
+from penstock.offload.housing import Housing
 from penstock.offload.misuse import (
     Changes,
     check_parameters,
+    format_named,
     refuse_clipping,
     refuse_late_ones,
     refuse_misuse,
     refuse_other_type,
 )
-from penstock.offload.placing import choose_homes, need_of
-from penstock.offload.prefetch import Ahead
+from penstock.offload.placing import Homes, place
+from penstock.offload.prefetch import Prefetcher
 from penstock.offload.state_dict import check_saved, read_state, write_state
-from penstock.offload.units import Unit, attach, attach_to_files, find_units
-from penstock.plan.layout import DEFAULT_CHUNK, HomeName
-from penstock.plan.split import EARLY_SHARE
-from penstock.update.formats import StateName, StateView, format_named
-from penstock.update.kernels import GO
-from penstock.update.norm import Norm, Scalars, clip
+from penstock.offload.step import Step
+from penstock.offload.trained import TrainedUnit, attach, attach_to_files, find_trained
+from penstock.plan.placement import Placement
+from penstock.plan.split import Manner, Profile
+from penstock.update.adamw import AdamW
+from penstock.update.formats import StateView, view_state
+from penstock.update.norm import Norm, clip
+from penstock.update.rule import GO, Rule
 
-Schedule = Literal["after-norm", "in-backward"]
+UpdateTime = Literal["after-norm", "in-backward"]
 
 
 @dataclass(frozen=True)
@@ -58,135 +59,71 @@ class StepReport:
 
     grad_norm: Tensor
     """The global norm, before clipping."""
-    taken: Tensor
+    applied: Tensor
     """False if a gradient was not finite: weights and state are then as before."""
-    done: Mark
 
 
-class OffloadAdamW(torch.optim.Optimizer):
-    """AdamW with an exact fp32 master for bf16 weights and state in three homes. See the module's docstring.
+@dataclass(frozen=True)
+class Behaviour:
+    """How an offloaded optimizer updates, whatever its rule."""
 
-    - `params`: parameter groups, as torch's optimizers take them; without, all trainable parameters are one group.
-    - `max_grad_norm`: gradients are scaled down to this global norm. 0: never; `schedule="auto"` is then `in-backward`.
-    - `states`: `fp32` is exact; `bf16` and `int8` keep the moments in fewer bits, with stochastic rounding that depends
-      on nothing but element, parameter and step, so homes and chunks stay invisible. See `formats.py`.
-    - `homes`: `auto`, one home, or shares such as `{"gpu": 0.5, "stream": 0.3, "host": 0.2}`. Homes, `overlap`,
-      `chunk_size` (elements) and `cpu_adam_cores` (the share of the cores near the GPU that update the home `host`) are
-      questions of speed and change no bit; so are `forward_seconds` and `backward_seconds`, what can hide the updates.
-    - `working_dtype`: bf16 rounds fp32 weights and keeps what they lose.
-    - `activation_bytes`, `kept_bytes`: the most that forward and backward take on the GPU, without and with gradients,
-      so that `homes="auto"` can fill the rest; unknown, a quarter of the GPU is left to them. `taken_after` is what is
-      taken from the gradient of each parameter to the end of backward, at most and with all gradients: what it leaves
-      of `kept_bytes` is room for streamed state. `accumulates` says that all gradients of one micro-batch are there
-      while the next one runs.
-    - `micro_batches`: backward passes in a step, for loops that cannot call `accumulate()`.
-    - `units`: modules that are called as a whole, if those are not the elements of each ModuleList.
-    - `remainders`: what bf16 weights lost when whoever loaded them rounded them, by `kernels.split`, as flat tensors.
+    max_grad_norm: float = 1.0
+    states: str = "fp32"
+    update: UpdateTime | Literal["auto"] = "auto"
+    overlap: bool = True
+    micro_batches: int = 1
 
-    Parameters may be sharded by FSDP2's `fully_shard`. Each rank then updates its shards, a unit is what FSDP2 gathers
-    at once, and its gather waits for its update; clipping is by the norm over all ranks. `ranks_here` of them share the
-    memory of this machine.
-    """
+
+class OffloadOptimizer(torch.optim.Optimizer):
+    """Any update rule with state in three homes; `OffloadAdamW` is the one to use, and says what each value means."""
 
     def __init__(
         self,
         model: nn.Module,
-        lr: float = 1e-5,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        max_grad_norm: float = 1.0,
+        rule: Rule,
+        defaults: dict[str, Any],
+        behaviour: Behaviour,
         *,
         params: Iterable[dict[str, Any]] | None = None,
-        states: StateName = "fp32",
-        homes: Literal["auto"] | HomeName | Mapping[HomeName, float] = "auto",
-        schedule: Schedule | Literal["auto"] = "auto",
-        overlap: bool = True,
-        chunk_size: int | None = None,
-        cpu_adam_cores: float = 0.9,
-        working_dtype: torch.dtype | None = None,
-        activation_bytes: int | None = None,
-        kept_bytes: int | None = None,
-        taken_after: Mapping[nn.Parameter, int] | None = None,
-        accumulates: bool = False,
-        micro_batches: int = 1,
-        forward_seconds: float = 0.0,
-        backward_seconds: float = 0.0,
+        homes: Homes | Placement = "auto",
         units: Iterable[nn.Module] | None = None,
         remainders: Mapping[nn.Parameter, Tensor] | None = None,
-        ranks_here: int = 1,
     ) -> None:
-        self.schedule: Schedule = ("after-norm" if max_grad_norm else "in-backward") if schedule == "auto" else schedule
-        if self.schedule == "in-backward":
-            refuse_clipping(max_grad_norm)
+        self.max_grad_norm, self._micro_batches = behaviour.max_grad_norm, behaviour.micro_batches
+        self._overlap, self._rule = behaviour.overlap, rule
+        self.update: UpdateTime = update_time(behaviour)
         trainable = [p for p in model.parameters() if p.requires_grad]
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params if params is not None else trainable, defaults)
-        self.max_grad_norm, self._overlap, self._micro_batches = max_grad_norm, overlap, micro_batches
-        self._parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
         self._group_of = [i for i, g in enumerate(self.param_groups) for p in g["params"] if p.requires_grad]
-        self._device = self._parameters[0].device
-        check_parameters(self._parameters, self._device)
-        rounded_off = round_off(self._parameters, working_dtype, remainders or {})
-        self._norm = Norm([local(p).numel() for p in self._parameters], self._device, group_of(self._parameters[0]))
-        self._changes = Changes(self._norm)
-        self._scalars = Scalars(len(self.param_groups), self._device)
-        self.states = format_named(states)
-        check_blocks(self._parameters, self.states)
-        self._units = find_units(model, self._parameters, units)
-        self.tape = Tape(self._device)
-        self._near = near_cores(self._device)
-        self._cores = self._near[: max(1, int(len(self._near) * cpu_adam_cores))]
-        comes_early = bool(taken_after) and self.schedule == "after-norm" and overlap
-        # FSDP2's hooks run on a stream of its own, whose memory is not what activations leave.
-        comes_early = comes_early and not isinstance(self._parameters[0], DTensor)
-        taken = self._taken(taken_after or {})
-        if homes == "auto":
-            need = need_of(
-                [local(p) for p in self._parameters],
-                self.states,
-                activation_bytes=activation_bytes,
-                kept_bytes=kept_bytes,
-                accumulates=accumulates or micro_batches > 1,
-                in_backward=self.schedule == "in-backward",
-                # FSDP2 keeps the gradients of a unit in one piece of memory: none makes room alone.
-                leave=overlap and not isinstance(self._parameters[0], DTensor),
-                hidden_seconds=forward_seconds if self.schedule == "after-norm" else backward_seconds,
-                end_bytes=min(taken) if comes_early else None,
-            )
-            placement, suitable = choose_homes(
-                need, self._device, self.states, cores=self._cores, ranks_here=ranks_here
-            )
-            homes, chunk_size = cast(dict[HomeName, float], placement.fractions()), chunk_size or suitable
-        self._housing = Housing(
-            self._parameters,
-            [index for unit in self._units for index in unit.parameters],
-            self.states,
-            homes if isinstance(homes, Mapping) else {homes: 1.0},
-            self.states.whole_blocks(chunk_size or DEFAULT_CHUNK),
-            self.tape,
-            in_backward=self.schedule == "in-backward",
-            near=self._near,
-            cores=self._cores,
-        )
-        self._housing.start_from(rounded_off)
-        self._ahead: Ahead | None = None
-        if comes_early and self._housing.stream:
-            left = sum(local(p).nbytes for i, p in enumerate(self._parameters) if self._leaves_to(i) is not None)
-            room = 0 if accumulates or micro_batches > 1 else left  # that they leave before the peak
-            peak_bytes = max(activation_bytes or 0, (kept_bytes or 0) - room)
-            self._ahead = Ahead(self._housing.stream, EARLY_SHARE * peak_bytes, taken, left)
-        self._fresh = not rounded_off  # state is zero, masters are the weights
+        self._trained = find_trained(model, self.param_groups, units)
+        self._parameters, self._units = self._trained.parameters, self._trained.units
+        check_parameters(self._parameters, self._trained.device)
+        self.format = format_named(behaviour.states, rule.formats)
+        check_blocks(self._parameters, self.format)
+        self._link = link_of(self._trained.device)
+        self._streams = self._link.streams
+        sizes = [local(p).numel() for p in self._parameters]
+        self._norm = Norm(sizes, self._trained.device, group_of(self._parameters[0]))
+        self._changes = Changes(self._norm, self._streams)
+        self._scalars = rule.scalars(len(self.param_groups), self._trained.device)
+        in_backward = self.update == "in-backward"
+        if not isinstance(homes, Placement):
+            manner = Manner(in_backward, behaviour.overlap, self._trained.sharded)
+            profile = Profile(accumulates=behaviour.micro_batches > 1)
+            homes = place(self._trained, self.format, homes, profile, manner)
+        self._cores = homes.cores
+        self._housing = Housing(self._trained, homes, rule, self._link, in_backward=in_backward)
+        known = remainders or {}
+        self._housing.start_from({i: known[p] for i, p in enumerate(self._parameters) if p in known})
+        self._prefetcher: Prefetcher | None = None
+        if homes.prefetch is not None and self._housing.stream:
+            self._prefetcher = Prefetcher(self._housing.stream, self._streams, homes.prefetch)
+        self._fresh = not known  # state is zero, masters are the weights
         self._hold_updates = False  # inside accumulate()
-        self._passes = [0] * len(self._parameters)  # gradients that came in this step, by parameter
-        self._open = False  # a step has begun: its first gradient is final
-        self._final: dict[int, Tensor] = {}  # final gradients on the device, by parameter
-        self._sent: set[int] = set()  # parameters whose gradients have all gone down
-        self._seen: set[int] = set()  # parameters whose gradients of this step were final
-        self._coefficients: Tensor | None = None
+        self._step: Step | None = None
         self.report: StepReport | None = None
-        self._hooks = attach(self._units, self._parameters, self._device, self.tape, self._gradient_came)
+        self._hooks = attach(self._trained, self._streams, self._gradient_came)
         self._hooks += attach_to_files(model, self._parameters, self.synchronize, self.weights_were_set)
 
     # ------------------------------------------------------------------ one step
@@ -200,78 +137,55 @@ class OffloadAdamW(torch.optim.Optimizer):
         finally:
             self._hold_updates = False
 
-    def _begin(self) -> None:
-        self._open = True
+    def _begin(self) -> Step:
         self._norm.clear()
-        if self.schedule == "in-backward":  # the learning rate must be set by now; after-norm reads it in `step`
-            self._coefficients = self._scalars.coefficients(self.param_groups)
+        return Step()
 
-    def _gradient_came(self, index: int, unit: Unit) -> None:
-        self._passes[index] += 1
-        if not self._hold_updates and self._passes[index] >= self._micro_batches:
-            self._gradient_final(index, unit)
+    def _gradient_came(self, index: int, unit: TrainedUnit) -> None:
+        self._step = step = self._step or self._begin()
+        if step.came(index) >= self._micro_batches and not self._hold_updates:
+            self._gradient_final(step, index, unit)
 
     @torch.no_grad()
-    def _gradient_final(self, index: int, unit: Unit) -> None:
-        if not self._open:
-            self._begin()
-        refuse_misuse(unit, seen=index in self._seen)
-        self._seen.add(index)
+    def _gradient_final(self, step: Step, index: int, unit: TrainedUnit) -> None:
+        refuse_misuse(unit, seen=index in step.seen)
         gradient = self._parameters[index].grad
         assert gradient is not None
         refuse_other_type(self._parameters[index], gradient)
         flat = local(gradient).contiguous().view(-1)
         self._norm.add(index, flat)
-        self._final[index] = flat
-        self._changes.watch(index, gradient)
-        if self.schedule == "in-backward":
-            unit.waiting -= 1
-            if unit.waiting == 0:
-                self._update_unit(unit, self._on_host(self._go_if_finite()))
+        step.is_final(index, gradient, flat)
+        if self.update == "in-backward":
+            if step.coefficients is None:
+                step.coefficients = self._scalars.coefficients(self.param_groups)
+            if step.is_complete(unit):
+                self._update_unit(step, unit, self._on_host(self._go_if_finite(step)))
         elif self._overlap:
-            self._send_down(index, flat)
-            if self._ahead is not None:
-                self._ahead.final(index)
+            self._send_down(step, index, flat)
+            if self._prefetcher is not None:
+                self._prefetcher.gradient_final(index)
 
-    def _go_if_finite(self) -> Tensor:
+    def _go_if_finite(self, step: Step) -> Tensor:
         """Coefficients that stop the update once a gradient of this step was not finite.
 
         A copy, because units that are updating now still read the one before. Units before the first bad gradient have
         been updated by then; a loss that is not finite makes all gradients so, and then none has.
         """
-        assert self._coefficients is not None
-        coefficients = self._coefficients.clone()
+        assert step.coefficients is not None
+        coefficients = step.coefficients.clone()
         coefficients[:, GO] = self._norm.finite_so_far().float()
         return coefficients
 
-    def _send_down(self, index: int, flat: Tensor) -> None:
+    def _send_down(self, step: Step, index: int, flat: Tensor) -> None:
         """Start gradients of host chunks on their way; free the whole gradient if all of it goes."""
         for chunk in self._housing.chunks[index]:
             self._housing.home_of[chunk].gradient_final(chunk, chunk.of(flat))
-        home = self._leaves_to(index)
+        home = self._housing.leaves_to(index)
         if home is not None:
-            self._sent.add(index)
-            del self._final[index]
+            step.was_sent(index)
             self._parameters[index].grad = None
-            if self._ahead is not None:
-                self._ahead.leaves(home.sent(), flat.nbytes)
-
-    def _leaves_to(self, index: int) -> HostHome | None:
-        """The home to which the whole gradient of a parameter goes, so that the device need not keep it."""
-        homes = [self._housing.home_of[chunk] for chunk in self._housing.chunks[index]]  # none of an empty shard
-        leaves = bool(homes) and self._device.type == "cuda" and all(isinstance(home, HostHome) for home in homes)
-        return cast(HostHome, homes[0]) if leaves else None
-
-    def _taken(self, after: Mapping[nn.Parameter, int]) -> list[float]:
-        """What is taken after the gradient of each parameter.
-
-        Of the first units as after that of the next: what they leave is free when backward is over, and then the link
-        has other things to bring.
-        """
-        taken = [after.get(p, math.inf) for p in self._parameters]
-        first = [index for unit in self._units[:2] for index in unit.parameters]
-        rest = min((taken[index] for index in set(range(len(taken))) - set(first)), default=math.inf)
-        return [max(value, rest) if index in first else value for index, value in enumerate(taken)]
+            if self._prefetcher is not None:
+                self._prefetcher.gradient_sent(home.sent(), flat.nbytes)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -280,51 +194,51 @@ class OffloadAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for unit in self._units:  # gradients that came in accumulate() only, as those of an expert may
-            for index in unit.parameters:
-                if index not in self._seen and self._parameters[index].grad is not None:
-                    self._gradient_final(index, unit)
+        step = self._finish_gradients()
         refuse_late_ones(self._frozen)
-        if not self._open:  # no gradient arrived: nothing to do, as in torch
+        if step is None:  # no gradient arrived: nothing to do, as in torch
             return loss
         self._changes.refuse()
-        self._changes.look(self._final, self._parameters)
+        self._changes.look(step.watched, self._parameters)
         self._fresh = False
-        if self.schedule == "after-norm":
+        if self.update == "after-norm":
             coefficients = self._scalars.coefficients(self.param_groups)
-            norm, taken = clip(coefficients, self._norm.total(), self.max_grad_norm)
+            norm, applied = clip(coefficients, self._norm.total(), self.max_grad_norm)
         else:
-            coefficients = self._go_if_finite()
-            norm, taken = self._norm.total().sqrt(), coefficients[0, GO] != 0
+            coefficients = self._go_if_finite(step)
+            norm, applied = self._norm.total().sqrt(), coefficients[0, GO] != 0
         rows = self._on_host(coefficients)
         for unit in self._units:
-            if any(i in self._final or i in self._sent for i in unit.parameters):
-                self._update_unit(unit, rows)
-        self._scalars.advance(self.param_groups, taken)
-        self.report = StepReport(norm, taken, main_mark(self._device))
+            if step.has_update(unit.parameters):
+                self._update_unit(step, unit, rows)
+        self._scalars.advance(self.param_groups, applied)
+        self.report = StepReport(norm, applied)
         self._forget_step()
         if not self._overlap:
             self.synchronize()
         return loss
 
-    def _forget_step(self) -> None:
+    def _finish_gradients(self) -> Step | None:
+        """The step, with gradients that came in accumulate() only, as those of an expert may; None if none came."""
         for unit in self._units:
-            unit.waiting = len(unit.parameters)
-        self._open, self._coefficients = False, None
-        self._passes = [0] * len(self._parameters)
-        self._changes.forget()
-        for collected in (self._final, self._sent, self._seen):
-            collected.clear()
-        if self._ahead is not None:
-            self._ahead.new_step()
+            for index in unit.parameters:
+                if self._parameters[index].grad is not None and (self._step is None or index not in self._step.seen):
+                    self._step = self._step or self._begin()
+                    self._gradient_final(self._step, index, unit)
+        return self._step if self._step is not None and self._step.seen else None
 
-    def _update_unit(self, unit: Unit, rows: list[Coefficients]) -> None:
-        ready, home_of = main_mark(self._device), self._housing.home_of
+    def _forget_step(self) -> None:
+        self._step = None
+        if self._prefetcher is not None:
+            self._prefetcher.step_ended()
+
+    def _update_unit(self, step: Step, unit: TrainedUnit, rows: list[Coefficients]) -> None:
+        ready, home_of = self._streams.main_mark(), self._housing.home_of
         for index in unit.parameters:
-            flat = self._final.pop(index, None)
-            if flat is None and index not in self._sent:
+            flat = step.take(index)
+            if flat is None and index not in step.sent:
                 continue  # no gradient in this step: the parameter stays, as in torch
-            if flat is not None and not (self._overlap and self.schedule == "after-norm"):
+            if flat is not None and not (self._overlap and self.update == "after-norm"):
                 for chunk in self._housing.chunks[index]:
                     home_of[chunk].gradient_final(chunk, chunk.of(flat))
             weight = local(self._parameters[index]).view(-1)
@@ -337,7 +251,7 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _on_host(self, coefficients: Tensor) -> list[Coefficients]:
         """A row a group, on the device and, for the C kernel, on the host."""
-        host = ToHost.of(coefficients)
+        host = self._streams.to_host(coefficients)
         return [Coefficients(row, host, group) for group, row in enumerate(coefficients)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -345,7 +259,7 @@ class OffloadAdamW(torch.optim.Optimizer):
 
         They are dropped with `set_to_none=False` too: updates may still read them, and some are not there any more.
         """
-        if self._open or any(self._passes):
+        if self._step is not None:
             self._forget_step()
         super().zero_grad(set_to_none=True)
 
@@ -359,12 +273,12 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def describe(self) -> str:
         """Where state lives, in words."""
-        words = {} if self._device.type == "cuda" else {"gpu": "beside the weights"}
+        words = {} if self._trained.device.type == "cuda" else {"gpu": "beside the weights"}
         parts = {home: f"{size / 1e9:,.2f} GB {words.get(home, home)}" for home, size in self.state_bytes().items()}
         if "host" in parts:
             parts["host"] += f" (cores: {len(self._cores)})"
         overlap = "" if self._overlap else ", without overlap"
-        return f"optimizer state in {self.states.name}: {', '.join(parts.values())}; schedule {self.schedule}{overlap}"
+        return f"optimizer state in {self.format.name}: {', '.join(parts.values())}; schedule {self.update}{overlap}"
 
     def describe_host_memory(self) -> str:
         """How much of it the homes took, and how fast it was ready; nothing if all state is on the device."""
@@ -375,12 +289,16 @@ class OffloadAdamW(torch.optim.Optimizer):
         did = "pinned" if arenas[0].pinned else "taken"
         return f"{gigabytes:,.2f} GB of host memory {did} in {seconds:.1f} s, {gigabytes / seconds:.1f} GB/s"
 
+    @property
+    def timeline(self) -> Timeline:
+        """When lanes are busy, if it is recorded."""
+        return self._streams.timeline
+
     def synchronize(self) -> None:
         """Wait until every update has been made; weights and state may then be read anywhere."""
         for unit in self._units:
-            unit.wait(self._device, self.tape)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            unit.wait(self._streams)
+        self._streams.synchronize()
         self._changes.refuse()
 
     # ------------------------------------------------------------------ state, independent of homes and chunking
@@ -390,13 +308,14 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Everything, per parameter, on the CPU: step count, powers, fp32 master and moments, parameter groups.
 
         Before the first step there is no state to tell, as in torch: wrappers read and write it at once to move it.
-        Of parameters that are sharded it holds this rank's part; `state.py` has the whole for any number of ranks.
+        Of parameters that are sharded it holds this rank's part; `saved_tensors.py` has the whole for any number of
+        ranks.
         """
         self.synchronize()
-        states = self._housing.states
-        entries = [] if self._fresh else [read_state(p, list(states(i))) for i, p in enumerate(self._parameters)]
+        states, names = self._housing.states_of, self._rule.saved_names
+        entries = [] if self._fresh else [read_state(p, list(states(i)), names) for i, p in enumerate(self._parameters)]
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        scalars = {"steps": self._scalars.steps.cpu(), "powers": self._scalars.powers.cpu()}
+        scalars = {name: tensor.cpu() for name, tensor in self._scalars.tensors().items()}
         return {"state": entries, "param_groups": groups, **scalars}
 
     @torch.no_grad()
@@ -413,31 +332,35 @@ class OffloadAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take everything back, weights included: the working weight is the rounded master."""
-        check_saved(state_dict["state"], self._parameters, self.states)
+        check_saved(state_dict["state"], self._parameters, self.format, self._rule)
         self.synchronize()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)
-        self._scalars.steps = state_dict["steps"].to(self._device)
-        self._scalars.powers = state_dict["powers"].to(self._device)
-        if self.schedule == "in-backward":  # gradients have been used; else they wait for `step`, as in torch
+        self._scalars.load(state_dict)
+        if self.update == "in-backward":  # gradients have been used; else they wait for `step`, as in torch
             self._forget_step()
         if state_dict["state"]:
             for (index, p), entry in zip(enumerate(self._parameters), state_dict["state"], strict=True):
-                write_state(p, list(self._housing.states(index)), entry)
+                write_state(p, list(self._housing.states_of(index)), entry, self._rule.saved_names)
         elif not self._fresh:
             self._housing.clear()
         self._fresh = not state_dict["state"]
         self._housing.start_from()
 
     def chunk_states(self) -> Iterator[tuple[nn.Parameter, list[StateView]]]:
-        """Every parameter and the states of its chunks in order, where they lie (see `state.py`)."""
+        """Every parameter and the states of its chunks in order, where they lie (see `saved_tensors.py`)."""
         self.synchronize()
         for index, p in enumerate(self._parameters):
-            yield p, [chunk.view(state) for chunk, state in self._housing.states(index)]
+            yield p, [view_state(chunk, state) for chunk, state in self._housing.states_of(index)]
 
     def scalar_state(self) -> dict[str, Tensor]:
-        """Count of steps taken and powers of the betas, on the device."""
-        return {"steps": self._scalars.steps, "powers": self._scalars.powers}
+        """What of the rule advances from step to step, on the device."""
+        return self._scalars.tensors()
+
+    @property
+    def saved_names(self) -> Mapping[str, str]:
+        """Parts of a state by their names in a file."""
+        return self._rule.saved_names
 
     @torch.no_grad()
     def restored(self) -> None:
@@ -451,9 +374,62 @@ class OffloadAdamW(torch.optim.Optimizer):
         try:
             self.synchronize()
         finally:  # an error there is the caller's, but nothing is held back because of it
-            self._ahead = None
+            self._prefetcher = None
             for unit in self._units:
                 unit.updates.clear()
             for hook in self._hooks:
                 hook.remove()
             self._housing.close()
+
+
+def update_time(behaviour: Behaviour) -> UpdateTime:
+    """`auto`: after the norm where there is one to clip by, else in backward."""
+    if behaviour.update == "auto":
+        return "after-norm" if behaviour.max_grad_norm else "in-backward"
+    if behaviour.update == "in-backward":
+        refuse_clipping(behaviour.max_grad_norm)
+    return behaviour.update
+
+
+class OffloadAdamW(OffloadOptimizer):
+    """AdamW with an exact fp32 master for bf16 weights and state in three homes. See the module's docstring.
+
+    - `params`: parameter groups, as torch's optimizers take them; without, all trainable parameters are one group.
+    - `max_grad_norm`: gradients are scaled down to this global norm. 0: never; `update="auto"` is then `in-backward`.
+    - `states`: `fp32` is exact; `bf16` and `int8` keep the moments in fewer bits, with stochastic rounding that depends
+      on nothing but element, parameter and step, so homes and chunks stay invisible. See `update/formats.py`.
+    - `homes`: `auto`, one home, shares such as `{"gpu": 0.5, "stream": 0.3, "host": 0.2}`, or a `Placement`, which says
+      it for every chunk (`placing.py` makes them, with other chunk sizes and cores, and from what a trial measured).
+      With `auto` a quarter of the GPU is left to activations. Homes and `overlap` are questions of speed and change no
+      bit.
+    - `micro_batches`: backward passes in a step, for loops that cannot call `accumulate()`.
+    - `units`: modules that are called as a whole, if those are not the elements of each ModuleList.
+    - `remainders`: what bf16 weights lost when whoever loaded them rounded them (`update.master.round_to_bf16_`).
+
+    Parameters may be sharded by FSDP2's `fully_shard`. Each rank then updates its shards, a unit is what FSDP2 gathers
+    at once, and its gather waits for its update; clipping is by the norm over all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_grad_norm: float = 1.0,
+        *,
+        params: Iterable[dict[str, Any]] | None = None,
+        states: str = "fp32",
+        homes: Homes | Placement = "auto",
+        update: UpdateTime | Literal["auto"] = "auto",
+        overlap: bool = True,
+        micro_batches: int = 1,
+        units: Iterable[nn.Module] | None = None,
+        remainders: Mapping[nn.Parameter, Tensor] | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        behaviour = Behaviour(max_grad_norm, states, update, overlap, micro_batches)
+        super().__init__(
+            model, AdamW(), defaults, behaviour, params=params, homes=homes, units=units, remainders=remainders
+        )

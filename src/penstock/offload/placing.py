@@ -1,98 +1,163 @@
-"""`homes="auto"`: what fits on the GPU stays there, the rest goes where the measured rates say it is hidden best."""
+"""Where state goes: a home, shares of homes, or `auto`, made a placement of every chunk.
+
+`auto`: what fits on the GPU stays there, the rest goes where the measured rates say it is hidden best.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
 
 import torch
+from torch import nn
 
 from penstock.errors import DoesNotFit
-from penstock.machine.hardware import available_host_bytes, describe
+from penstock.machine.hardware import available_host_bytes, describe, near_cores
+from penstock.offload.dtensors import local
 from penstock.offload.rates import measure_rates
-from penstock.plan.layout import BLOCK, DEFAULT_CHUNK, GPU_RESERVE, HOST_RESERVE, STAGING, chunk_for
-from penstock.plan.split import Need, Placement, Room, place
-from penstock.update.formats import FORMATS, StateFormat
+from penstock.offload.trained import Trained, find_trained
+from penstock.plan.layout import (
+    DEFAULT_CHUNK,
+    FORMATS,
+    GPU_RESERVE,
+    HOST_RESERVE,
+    STAGING,
+    Chunk,
+    HomeName,
+    StateFormat,
+    chunk_for,
+    cut,
+)
+from penstock.plan.placement import Dealt, Placement, deal, prefetch_room
+from penstock.plan.split import Manner, ModelBytes, Profile, Requirements, Room, Split, best_split, requirements
+
+Homes = Literal["auto"] | HomeName | Mapping[HomeName, float]
+CPU_ADAM_CORES = 0.9
+"""Share of the cores near the GPU that update the home `host`."""
 
 
-def need_of(
-    parameters: Sequence[torch.Tensor],
-    states: StateFormat,
+def placement_for(
+    model: nn.Module,
+    homes: Homes = "auto",
     *,
-    activation_bytes: int | None,
-    kept_bytes: int | None,
-    accumulates: bool,
-    in_backward: bool,
-    leave: bool,
-    hidden_seconds: float,
-    end_bytes: float | None = None,
-) -> Need:
-    """What state, gradients and activations take. Unknown activations: a quarter of the GPU.
+    params: Iterable[Mapping[str, Any]] | None = None,
+    units: Iterable[nn.Module] | None = None,
+    states: str = "fp32",
+    chunk_size: int | None = None,
+    cpu_adam_cores: float = CPU_ADAM_CORES,
+) -> Placement:
+    """A placement to give to `OffloadAdamW`, for whoever wants to say more than homes.
 
-    `leave`: the gradients of `host` make room as they go down.
+    `params`, `units` and `states` as for the optimizer. `chunk_size` (elements) and `cpu_adam_cores` (the share of the
+    cores near the GPU that update the home `host`) are questions of speed and change no bit.
     """
-    num_params = sum(p.numel() for p in parameters)
-    weight_bytes = sum(p.numel() * p.itemsize for p in parameters)
-    state_bytes = sum(states.num_bytes(p.numel(), p.dtype) for p in parameters)
-    if activation_bytes is None:
-        device = parameters[0].device
-        activation_bytes = torch.cuda.get_device_properties(device).total_memory // 4 if device.type == "cuda" else 0
-    all_kept = activation_bytes + weight_bytes
-    if accumulates:  # the next micro-batch runs beside all gradients of the one before
-        activation_bytes = kept_bytes = all_kept
-    elif in_backward:
-        kept_bytes = activation_bytes
-    return Need(
-        num_params,
-        state_bytes / num_params,
-        weight_bytes / num_params,
-        activation_bytes=activation_bytes,
-        kept_bytes=all_kept if kept_bytes is None else kept_bytes,
-        gradients_leave=leave and not in_backward and not accumulates,
-        hidden_seconds=hidden_seconds,
-        end_bytes=None if in_backward else end_bytes,
-    )
+    manner = Manner(in_backward=False)
+    trained = find_trained(model, params, units)
+    return place(trained, FORMATS[states], homes, Profile(), manner, chunk_size, cpu_adam_cores)
 
 
-def choose_homes(
-    need: Need,
-    device: torch.device,
-    states: StateFormat,
-    *,
-    cores: Sequence[int],
-    ranks_here: int = 1,
-) -> tuple[Placement, int]:
-    """The placement for what is free now, and the chunk that suits the link.
+def place(
+    trained: Trained,
+    format: StateFormat,
+    homes: Homes,
+    profile: Profile,
+    manner: Manner,
+    chunk_size: int | None = None,
+    cpu_adam_cores: float = CPU_ADAM_CORES,
+) -> Placement:
+    """The home of every chunk, and how much of `stream` may come before its update."""
+    near = near_cores(trained.device)
+    cores = tuple(near[: max(1, int(len(near) * cpu_adam_cores))])
+    bytes_after = _bytes_after(trained, profile)
+    need = _requirements(trained, format, profile, manner, bytes_after)
+    if homes == "auto":
+        split, suitable = _choose(need, trained.device, format, profile, cores)
+        shares, chunk_size = cast(dict[HomeName, float], split.shares()), chunk_size or suitable
+    else:
+        shares = dict(homes) if isinstance(homes, Mapping) else {homes: 1.0}
+    wholes = trained.whole_chunks(format)
+    dealt = deal([cut(whole, chunk_size or DEFAULT_CHUNK) for whole in wholes], shares)
+    room = None
+    if manner.prefetches and profile.bytes_after and dealt["stream"]:
+        room = prefetch_room(need, bytes_after, _sent(dealt, wholes))
+    return Placement(dealt, cores, room)
+
+
+def _requirements(
+    trained: Trained, format: StateFormat, profile: Profile, manner: Manner, bytes_after: Sequence[float]
+) -> Requirements:
+    """Unknown activations: a quarter of the GPU."""
+    shards = [local(p) for p in trained.parameters]
+    num_params = sum(p.numel() for p in shards)
+    if profile.activation_bytes is None:
+        device = trained.device
+        assumed = torch.cuda.get_device_properties(device).total_memory // 4 if device.type == "cuda" else 0
+        profile = replace(profile, activation_bytes=assumed)
+    state_bytes = sum(format.num_bytes(p.numel(), p.itemsize) for p in shards)
+    model = ModelBytes(num_params, state_bytes / num_params, sum(p.nbytes for p in shards) / num_params)
+    hidden = profile.backward_seconds if manner.in_backward else profile.forward_seconds
+    return requirements(model, profile, manner, hidden, min(bytes_after) if profile.bytes_after else None)
+
+
+def _bytes_after(trained: Trained, profile: Profile) -> list[float]:
+    """What is taken after the gradient of each parameter.
+
+    Of the first units as after that of the next: what they leave is free when backward is over, and then the link has
+    other things to bring.
+    """
+    taken = [profile.bytes_after.get(p, math.inf) for p in trained.parameters]
+    first = {index for unit in trained.units[:2] for index in unit.parameters}
+    rest = min((value for index, value in enumerate(taken) if index not in first), default=math.inf)
+    return [max(value, rest) if index in first else value for index, value in enumerate(taken)]
+
+
+def _sent(dealt: Dealt, wholes: Sequence[Chunk]) -> float:
+    """Elements of the parameters that are in `host` as a whole."""
+    in_host: dict[int, int] = {}
+    for chunk in dealt["host"]:
+        in_host[chunk.parameter] = in_host.get(chunk.parameter, 0) + chunk.size
+    return float(sum(whole.size for whole in wholes if in_host.get(whole.parameter) == whole.size))
+
+
+def _choose(
+    need: Requirements, device: torch.device, format: StateFormat, profile: Profile, cores: Sequence[int]
+) -> tuple[Split, int]:
+    """The split for what is free now, and the chunk that suits the link.
 
     Weights are allocated already; gradients and activations are not.
     """
+    everything = Split(need.num_params, 0, 0, 0.0)
     if device.type != "cuda":
-        return Placement(need.num_params, 0, 0, 0.0), DEFAULT_CHUNK
+        return everything, DEFAULT_CHUNK
     free = torch.cuda.mem_get_info(device)[0]
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    room = Room(free + cached - GPU_RESERVE, (available_host_bytes() - HOST_RESERVE) // ranks_here)
+    room = Room(free + cached - GPU_RESERVE, (available_host_bytes() - HOST_RESERVE) // profile.ranks_here)
     if room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes:
-        return Placement(need.num_params, 0, 0, 0.0), DEFAULT_CHUNK
-    rates = measure_rates(device, cores, states)
-    room = Room(room.gpu_bytes - STAGING * need.state_bytes, room.host_bytes)
-    placement = place(need, room, rates)
-    if placement is None:
-        smaller = smaller_formats(need, states)
-        remedy = f"Try {smaller}--recompute full, or a smaller --micro-batch-size."
+        return everything, DEFAULT_CHUNK
+    rates = measure_rates(device, cores, format)
+    room = room.less(STAGING * need.state_bytes)
+    chunk_size = chunk_for(rates.link_bytes_per_s, need.state_bytes)
+    # What is dealt may be over its share by half a chunk in each home.
+    split = best_split(need, room.less(chunk_size * need.state_bytes, 2 * chunk_size * need.state_bytes), rates)
+    if split is None:
+        remedy = f"Try {smaller_formats(need, format)}--recompute full, or a smaller --micro-batch-size."
         raise DoesNotFit(_shortage(need, room), where=describe(device), remedy=remedy)
-    return placement, chunk_for(rates.link_bytes_per_s, need.state_bytes)
+    return split, chunk_size
 
 
-def smaller_formats(need: Need, states: StateFormat) -> str:
+def smaller_formats(need: Requirements, format: StateFormat) -> str:
     """The flags of the formats that take less, each with the GiB that it saves."""
-    kind = torch.bfloat16 if need.weight_bytes < 4 else torch.float32
-    now, sample = states.num_bytes(BLOCK, kind), need.num_params / BLOCK
-    saved = {f.name: (now - f.num_bytes(BLOCK, kind)) * sample / 2**30 for f in FORMATS.values()}
+    width = 2 if need.weight_bytes < 4 else 4
+    now, count = format.bytes_per_element(width), need.num_params / 2**30
+    saved = {f.name: (now - f.bytes_per_element(width)) * count for f in FORMATS.values()}
     return "".join(f"--states {name} (saves {gib:.1f} GiB), " for name, gib in saved.items() if gib > 0)
 
 
-def _shortage(need: Need, room: Room) -> str:
+def _shortage(need: Requirements, room: Room) -> str:
     gib = 2**30
-    left = room.gpu_bytes - need.passing_bytes(need.num_params)
+    left = room.gpu_bytes - need.peak_bytes(need.num_params)
     return (
         f"optimizer state needs {need.num_params * need.state_bytes / gib:.1f} GiB; beside weights, gradients and "
         f"activations the GPU has {max(0.0, left) / gib:.1f} left, and the host {room.host_bytes / gib:.1f}"

@@ -15,11 +15,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from penstock.flow.lanes import Mark, Tape, ToHost, main_mark
-from penstock.offload.homes import Chunk, Coefficients, Home, HostHome, StreamHome, Update
+from penstock.flow.lanes import Mark
+from penstock.flow.transfers import link_of
+from penstock.offload.homes import Coefficients, Home, Surroundings, Update
+from penstock.offload.host import HostHome
+from penstock.offload.stream import StreamHome
+from penstock.plan.layout import FORMATS, Chunk, StateFormat
 from penstock.plan.split import Rates
-from penstock.update.formats import FORMATS, StateFormat
-from penstock.update.kernels import NUM_COEFFICIENTS
+from penstock.update.adamw import AdamW
 
 SAMPLE_PARAMS = 1 << 24
 NUM_SAMPLES = 8
@@ -27,19 +30,20 @@ NUM_SAMPLES = 8
 SECONDS = 0.8
 
 
-def measure_rates(device: torch.device, cores: Sequence[int], states: StateFormat = FORMATS["fp32"]) -> Rates:
+def measure_rates(device: torch.device, cores: Sequence[int], format: StateFormat = FORMATS["fp32"]) -> Rates:
     """Link and CPU AdamW rates with both directions of the link and all `cores` busy."""
-    chunks = [Chunk(i, 0, SAMPLE_PARAMS, torch.bfloat16, states) for i in range(NUM_SAMPLES)]
-    tape = Tape(device)
-    stream = StreamHome(chunks, device, tape, cores=cores)
-    host = HostHome(chunks, device, tape, cores=cores)
-    row = torch.ones(NUM_COEFFICIENTS, device=device)
-    coefficients = Coefficients(row, ToHost.of(row[None]), 0)
+    chunks = [Chunk(i, 0, SAMPLE_PARAMS, format, weight_bytes=2) for i in range(NUM_SAMPLES)]
+    link = link_of(device)
+    around = Surroundings(AdamW(), link, deadlines=range(NUM_SAMPLES))
+    stream, host = StreamHome(chunks, around, cores=cores), HostHome(chunks, around, cores=cores)
+    row = torch.ones(AdamW.num_coefficients, device=device)
+    coefficients = Coefficients(row, link.streams.to_host(row[None]), 0)
     gradient = torch.zeros(SAMPLE_PARAMS, dtype=torch.bfloat16, device=device)
     for chunk in chunks:  # once: in `after-norm` gradients are down before updates begin
         host.gradient_final(chunk, gradient)
+    ready = link.streams.main_mark()
     updates: dict[Home, list[Update]] = {
-        home: [Update(chunk, torch.zeros_like(gradient), gradient, coefficients, main_mark(device)) for chunk in chunks]
+        home: [Update(chunk, torch.zeros_like(gradient), gradient, coefficients, ready) for chunk in chunks]
         for home in (stream, host)
     }
 

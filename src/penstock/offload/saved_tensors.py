@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.offload.dtensors import extents, local
-from penstock.offload.state_dict import NAMES
+from penstock.update.formats import torch_dtype
 
 if TYPE_CHECKING:
-    from penstock.offload.optimizer import OffloadAdamW
+    from penstock.offload.optimizer import OffloadOptimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +63,15 @@ def weight_tensors(model: nn.Module, weights: Mapping[str, Tensor] | None = None
     return [whole(name, tensor) for name, tensor in {**found, **buffers}.items()]
 
 
-def state_tensors(optimizer: OffloadAdamW, names: Mapping[nn.Parameter, str]) -> list[SavedTensor]:
+def state_tensors(optimizer: OffloadOptimizer, names: Mapping[nn.Parameter, str]) -> list[SavedTensor]:
     """Every tensor of the state, named after its parameter. To be read or written before the next backward."""
     found = [whole(name, tensor) for name, tensor in optimizer.scalar_state().items()]
     for parameter, views in optimizer.chunk_states():
         sizes = [size for _, size in extents(parameter)]
-        for part in optimizer.states.parts(parameter.dtype):
-            pieces = tuple(getattr(view, part.name) for view in views)
+        for part in optimizer.format.parts(parameter.itemsize):
+            pieces = tuple(view[part.name] for view in views)
             shape = tuple(parameter.shape) if part.elements == 1 else (part.count(parameter.numel()),)
-            name = f"{names[parameter]}.{NAMES.get(part.name, part.name)}"
-            by_rank = tuple(part.count(size) * part.dtype.itemsize for size in sizes) if len(sizes) > 1 else ()
-            found.append(SavedTensor(name, shape, part.dtype, pieces, by_rank))
+            name = f"{names[parameter]}.{optimizer.saved_names.get(part.name, part.name)}"
+            by_rank = tuple(part.num_bytes(size) for size in sizes) if len(sizes) > 1 else ()
+            found.append(SavedTensor(name, shape, torch_dtype(part), pieces, by_rank))
     return found

@@ -13,28 +13,23 @@ from torch import Tensor
 
 from penstock.errors import RecipeError
 from penstock.offload.dtensors import local
-from penstock.offload.homes import Chunk
-from penstock.update.formats import FORMATS, StateFormat
-from penstock.update.kernels import join, split
+from penstock.plan.layout import Chunk, StateFormat
+from penstock.update.formats import part_of, torch_dtype, view_state
+from penstock.update.master import join, split
+from penstock.update.rule import Rule
 
-NAMES = {
-    "first": "exp_avg",
-    "second": "exp_avg_sq",
-    "first_scale": "exp_avg_scale",
-    "second_scale": "exp_avg_sq_scale",
-}
-"""Parts of a state by their names in a state dict: torch's own, where it has one."""
+Names = Mapping[str, str]
 
 
-def read_state(parameter: Tensor, where: Sequence[tuple[Chunk, Tensor]]) -> dict[str, Tensor]:
+def read_state(parameter: Tensor, where: Sequence[tuple[Chunk, Tensor]], names: Names) -> dict[str, Tensor]:
     """The fp32 master and the moments of a parameter, from its chunks and the bytes of each. Of a shard: its part."""
     parameter = local(parameter)
     weight = parameter.view(-1)
     pieces: dict[str, list[Tensor]] = {}
     for chunk, buffer in where:
-        view, own = chunk.view(buffer), chunk.of(weight)
-        master = join(own, view.remainder.to(own.device)) if chunk.dtype is torch.bfloat16 else own
-        for name, tensor in (("master", master), *((NAMES[part.name], tensor) for part, tensor in view.moments())):
+        view, own = view_state(chunk, buffer), chunk.of(weight)
+        master = join(own, view["remainder"].to(own.device)) if own.dtype is torch.bfloat16 else own
+        for name, tensor in (("master", master), *((names[part.name], tensor) for part, tensor in view.moments())):
             pieces.setdefault(name, []).append(tensor.cpu())
     if not where:  # a rank that holds nothing of it
         return {"master": weight.cpu().float().view(parameter.shape)}
@@ -42,20 +37,25 @@ def read_state(parameter: Tensor, where: Sequence[tuple[Chunk, Tensor]]) -> dict
     return {name: t if name.endswith("scale") else t.view(parameter.shape) for name, t in whole.items()}
 
 
-def write_state(parameter: Tensor, where: Sequence[tuple[Chunk, Tensor]], entry: Mapping[str, Tensor]) -> None:
+def write_state(
+    parameter: Tensor, where: Sequence[tuple[Chunk, Tensor]], entry: Mapping[str, Tensor], names: Names
+) -> None:
     """Take it back, and the working weight with it."""
-    parameter = local(parameter)
+    flat = local(parameter).view(-1)
     for chunk, buffer in where:
-        view = chunk.view(buffer)
-        master = chunk.of(entry["master"].reshape(-1))
-        weight, remainder = split(master) if chunk.dtype is torch.bfloat16 else (master, view.remainder)
-        chunk.of(parameter.view(-1)).copy_(weight)
-        view.remainder.copy_(remainder)
+        view = view_state(chunk, buffer)
+        weight = chunk.of(entry["master"].reshape(-1))
+        if flat.dtype is torch.bfloat16:
+            weight, remainder = split(weight)
+            view["remainder"].copy_(remainder)
+        chunk.of(flat).copy_(weight)
         for part, tensor in view.moments():
-            tensor.copy_(part.of(entry[NAMES[part.name]].reshape(-1), chunk.start, chunk.size))
+            tensor.copy_(part_of(part, entry[names[part.name]].reshape(-1), chunk))
 
 
-def check_saved(entries: Sequence[Mapping[str, Tensor]], parameters: Sequence[Tensor], states: StateFormat) -> None:
+def check_saved(
+    entries: Sequence[Mapping[str, Tensor]], parameters: Sequence[Tensor], states: StateFormat, rule: Rule
+) -> None:
     """Refuse state of other parameters or of another format, before anything is changed."""
     shapes = [entry["master"].shape for entry in entries]
     if entries and shapes != [local(p).shape for p in parameters]:
@@ -64,10 +64,13 @@ def check_saved(entries: Sequence[Mapping[str, Tensor]], parameters: Sequence[Te
             where="OffloadAdamW",
             remedy="Load it for the model that it was saved of, with as many ranks and the same ones frozen.",
         )
+    first = states.moments[0].name
+    dtypes = {torch_dtype(f.moments[0]): f.name for f in rule.formats.values()}
     for entry in entries:
-        if "exp_avg" not in entry:  # this rank holds nothing of the parameter
+        saved = entry.get(rule.saved_names[first])
+        if saved is None:  # this rank holds nothing of the parameter
             continue
-        found = next((f.name for f in FORMATS.values() if f.first == entry["exp_avg"].dtype), entry["exp_avg"].dtype)
+        found = dtypes.get(saved.dtype, str(saved.dtype))
         if found != states.name:
             raise RecipeError(
                 f"the saved state is {found}",

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
 
 from penstock.recipe.presets import Architecture
 
+T = TypeVar("T")
 Place = Literal["gpu", "host"]
 HomeName = Literal["gpu", "stream", "host"]
 
@@ -38,12 +39,84 @@ ALIGNMENT = 256
 """Of every piece that is cut from an arena."""
 BLOCK = 256
 """Elements that share a scale in `int8`."""
-SPAN = 1 << 16
-"""Elements of a gradient whose squares are summed into one number of the norm."""
+SPAN_ROWS, SPAN_LANES = 64, 1024
+SPAN = SPAN_ROWS * SPAN_LANES
+"""Elements of a gradient whose squares are summed into one number of the norm (`update/spans.py`)."""
 
-STATE_FORMATS = ("fp32", "bf16", "int8")
-"""From exact to small."""
-_MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a state."""
+
+    name: str
+    dtype: str
+    """As torch calls it; there is no torch here."""
+    elements: int = 1
+    """Elements that share one value."""
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one value."""
+        return _ITEM_BYTES[self.dtype]
+
+    def count(self, num_elements: int) -> int:
+        """Values for so many elements."""
+        return -(-num_elements // self.elements)
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Bytes for so many elements."""
+        return self.count(num_elements) * self.item_bytes
+
+
+REMAINDER = Part("remainder", "int16")
+"""The low half of the fp32 master, whose high half is a bf16 weight. Every format has it: masters are exact."""
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """One way to store state."""
+
+    name: str
+    moments: tuple[Part, ...]
+    """Everything but the remainder."""
+
+    @property
+    def block(self) -> int:
+        """Elements that share a scale, and between which a parameter cannot be cut; 1 where there are no scales."""
+        return max(part.elements for part in self.moments)
+
+    def parts(self, weight_bytes: int) -> tuple[Part, ...]:
+        """The tensors in the order in which they lie in memory: only a bf16 weight has a remainder."""
+        parts = (*self.moments, REMAINDER) if weight_bytes == 2 else self.moments
+        return tuple(sorted(parts, key=lambda part: -part.item_bytes))  # so that each is aligned, whatever the size
+
+    def num_bytes(self, num_elements: int, weight_bytes: int) -> int:
+        """Bytes of the state of so many elements."""
+        return sum(part.num_bytes(num_elements) for part in self.parts(weight_bytes))
+
+    def bytes_per_element(self, weight_bytes: int) -> float:
+        """The same of one element among many."""
+        return self.num_bytes(BLOCK, weight_bytes) / BLOCK
+
+    def whole_blocks(self, num_elements: int) -> int:
+        """The next size at which a parameter can be cut."""
+        return -(-num_elements // self.block) * self.block
+
+
+def _moments(first: str, second: str, block: int = 1) -> tuple[Part, ...]:
+    own = (Part("first", first), Part("second", second))
+    scales = tuple(Part(f"{part.name}_scale", "float32", block) for part in own)
+    return own if block == 1 else (*own, *scales)
+
+
+FORMATS = {
+    "fp32": StateFormat("fp32", _moments("float32", "float32")),
+    "bf16": StateFormat("bf16", _moments("bfloat16", "bfloat16")),
+    "int8": StateFormat("int8", _moments("int8", "uint8", BLOCK)),
+}
+"""AdamW's, from exact to small."""
 
 
 def chunk_for(link_bytes_per_s: float, state_bytes: float) -> int:
@@ -70,12 +143,32 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A slice of one parameter's state: what the engine calls a chunk, without its tensors."""
+class Chunk:
+    """A slice of one parameter, or of this rank's shard of it: what has a home and moves."""
 
     parameter: int
     start: int
     size: int
+    format: StateFormat = field(compare=False)
+    weight_bytes: int = field(compare=False)
+    """Of one element: 2 for bf16, 4 for fp32."""
+    offset: int = field(default=0, compare=False)
+    """Elements of the parameter before this rank's shard, from which `start` counts. Stochastic rounding goes by the
+    place in the whole parameter, so that the number of ranks does not show in it."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of its state."""
+        return self.format.num_bytes(self.size, self.weight_bytes)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of its weight, and of its gradient."""
+        return self.size * self.weight_bytes
+
+    def of(self, flat: T) -> T:
+        """This chunk's part of its parameter's flat tensor."""
+        return flat[self.start : self.start + self.size]  # type: ignore[index, no-any-return]
 
 
 def padded(num_bytes: int) -> int:
@@ -83,25 +176,25 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def state_bytes(size: int, states: str, weight_bytes: int) -> int:
-    """Bytes of the state of so many elements: two moments, scales, and the remainder that only a bf16 weight has."""
-    scales = 2 * 4 * -(-size // BLOCK) if states == "int8" else 0
-    return 2 * _MOMENT_BYTES[states] * size + scales + (2 * size if weight_bytes == 2 else 0)
-
-
-def cut(sizes: Sequence[int], chunk_size: int = DEFAULT_CHUNK) -> list[list[Piece]]:
-    """Every parameter as pieces of at most `chunk_size` elements."""
-    return [
-        [Piece(index, start, min(chunk_size, size - start)) for start in range(0, size, chunk_size)]
-        for index, size in enumerate(sizes)
-    ]
+def cut(whole: Chunk, chunk_size: int) -> list[Chunk]:
+    """A parameter, given as one chunk, in chunks of at most so many elements, rounded up to whole blocks."""
+    step = whole.format.whole_blocks(chunk_size)
+    return [replace(whole, start=at, size=min(step, whole.size - at)) for at in range(0, whole.size, step)]
 
 
 def model_buffers(sizes: Sequence[int], weight_bytes: int, *, place: Place = "gpu") -> list[Buffer]:
     """Weights, and the sums from which the global norm is made."""
-    spans = sum(-(-size // SPAN) for size in sizes)
-    sums = 1 << max(0, spans - 1).bit_length()  # a power of two, as the fixed tree of additions wants it
-    return [Buffer("weights", place, weight_bytes * sum(sizes)), Buffer("norm", place, 8 * sums)]
+    return [Buffer("weights", place, weight_bytes * sum(sizes)), Buffer("norm", place, 8 * num_sums(sizes))]
+
+
+def num_spans(size: int) -> int:
+    """Spans of a tensor."""
+    return -(-size // SPAN)
+
+
+def num_sums(sizes: Sequence[int]) -> int:
+    """Sums from which the norm is made: a power of two, as the fixed tree of additions wants it."""
+    return 1 << max(0, sum(map(num_spans, sizes)) - 1).bit_length()
 
 
 def gradient_buffer(sizes: Sequence[int], weight_bytes: int, *, place: Place = "gpu") -> Buffer:
@@ -109,9 +202,7 @@ def gradient_buffer(sizes: Sequence[int], weight_bytes: int, *, place: Place = "
     return Buffer("gradients", place, weight_bytes * sum(sizes))
 
 
-def state_buffers(
-    dealt: Mapping[HomeName, Sequence[Piece]], states: str, weight_bytes: int, *, on_gpu: bool = True
-) -> list[Buffer]:
+def state_buffers(dealt: Mapping[HomeName, Sequence[Chunk]], *, on_gpu: bool = True) -> list[Buffer]:
     """State by home, staging slots and arenas.
 
     Without a GPU everything is in host memory, and `host` updates weights and gradients where they are, so that it
@@ -121,18 +212,15 @@ def state_buffers(
     found: list[Buffer] = []
     resident, streamed, on_host = (dealt.get(name, ()) for name in ("gpu", "stream", "host"))
 
-    def size_of(piece: Piece) -> int:
-        return state_bytes(piece.size, states, weight_bytes)
-
     if resident:
-        found.append(Buffer("resident state", device, sum(map(size_of, resident))))
+        found.append(Buffer("resident state", device, sum(chunk.state_bytes for chunk in resident)))
     if streamed:
-        arena = sum(padded(size_of(piece)) for piece in streamed)
+        arena = sum(padded(chunk.state_bytes) for chunk in streamed)
         found.append(Buffer("streamed state", "host", max(ALIGNMENT, arena)))
-        found.append(Buffer("staging", device, NUM_SLOTS * max(map(size_of, streamed))))
+        found.append(Buffer("staging", device, NUM_SLOTS * max(chunk.state_bytes for chunk in streamed)))
     if on_host:
-        copies = 2 * sum(padded(piece.size * weight_bytes) for piece in on_host) if on_gpu else 0
-        arena = sum(padded(size_of(piece)) for piece in on_host)
+        copies = 2 * sum(padded(chunk.copy_bytes) for chunk in on_host) if on_gpu else 0
+        arena = sum(padded(chunk.state_bytes) for chunk in on_host)
         found.append(Buffer("host state", "host", max(ALIGNMENT, arena)))
         if copies:
             found.append(Buffer("copies for host", "host", copies))

@@ -53,7 +53,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Passing:
+class Peaks:
     """The most that forward and backward take, if gradients are dropped as they appear, and if all are kept."""
 
     activation_bytes: float
@@ -88,33 +88,33 @@ def saved_in_layer(a: Architecture, work: Work, dial: Dial = "none") -> float:
     return float(work.tokens * (norms + heads + attention + moe))
 
 
-def passing(a: Architecture, work: Work, gpus: int = 1) -> Passing:
+def peaks(a: Architecture, work: Work, gpus: int = 1) -> Peaks:
     """Walk through forward, the loss and backward, and take the highest point. Of a gradient each GPU keeps a share."""
     b, h, tokens = work.dtype_bytes, a.hidden, work.tokens
     whole, chosen = saved_in_layer(a, work), work.dials(a)
     by_dial = {dial: saved_in_layer(a, work, dial) for dial in set(chosen)}
-    held = [by_dial[dial] for dial in chosen]
+    saved = [by_dial[dial] for dial in chosen]
     layer_gradients = float(b * sum(p.size for p in layer_parameters(a)))
     inner = a.experts_per_token * a.moe_intermediate if a.experts else a.intermediate
-    passing_through = float(tokens * 2 * b * (inner + h))  # gradients of activations at the widest point of the MLP
+    in_flight = float(tokens * 2 * b * (inner + h))  # gradients of activations at the widest point of the MLP
     if a.experts:
-        passing_through += tokens * b * a.experts_per_token * h
+        in_flight += tokens * b * a.experts_per_token * h
     table = float(b * a.vocab * h)
     head = table if not a.tied else 0.0
 
-    at_loss = sum(held) + _loss(a, work)
+    at_loss = sum(saved) + _loss(a, work)
     dropped = kept = at_loss
     gradients = table / gpus  # of the head; a tied one is the embedding's
-    below = sum(held)
+    below = sum(saved)
     for number in reversed(range(a.layers)):
-        below -= held[number]
+        below -= saved[number]
         own = whole + (by_dial["full"] if chosen[number] == "full" else 0.0)
-        now = below + own + max(passing_through, layer_gradients - whole)
+        now = below + own + max(in_flight, layer_gradients - whole)
         dropped = max(dropped, now)
         kept = max(kept, now + gradients)
         gradients += layer_gradients / gpus
     kept = max(kept, gradients + head / gpus)
-    return Passing(dropped, kept, now)
+    return Peaks(dropped, kept, now)
 
 
 def _loss(a: Architecture, work: Work) -> float:

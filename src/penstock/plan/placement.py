@@ -1,4 +1,4 @@
-"""Which chunk gets which home, once the shares are known.
+"""Which chunk gets which home: the placement that the plan decides and the engine is given.
 
 Pure: chunks in forward order and shares in, lists out. Three rules make the shares pay. The first weights of forward
 are resident, since nothing hides an update that the model is already waiting for. Small parameters are resident, since
@@ -9,42 +9,53 @@ is then never idle in one stretch and late in another. Filling the GPU from the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
 
-from penstock.plan.layout import HomeName
+from penstock.plan.layout import Chunk, HomeName
+from penstock.plan.split import PREFETCH_SHARE, Requirements
 
-
-class Cut(Protocol):
-    """A slice of a parameter: the engine's `Chunk` or the plan's `Piece`, both frozen dataclasses."""
-
-    @property
-    def parameter(self) -> int:
-        """Number of the parameter."""
-
-    @property
-    def start(self) -> int:
-        """Its first element."""
-
-    @property
-    def size(self) -> int:
-        """Its elements."""
-
-
-Chunk = TypeVar("Chunk", bound=Cut)
 LEAD = 0.08
 """Share of the model, from its start, that is resident if the GPU's share allows: the embedding and a layer or two."""
 SMALL = 1e-4
 """Share of the model under which a parameter counts as small."""
 
+Dealt = dict[HomeName, list[Chunk]]
 
-def deal(parameters: Sequence[Sequence[Chunk]], shares: Mapping[HomeName, float]) -> dict[HomeName, list[Chunk]]:
+
+@dataclass(frozen=True)
+class PrefetchRoom:
+    """Room for streamed state that comes before its update."""
+
+    free_after: tuple[float, ...]
+    """By parameter: bytes that are free from its gradient to the end of backward, if no gradient has left."""
+    sent_bytes: float
+    """Gradients that leave the device during backward, which makes as much room."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which chunk of state lives where."""
+
+    chunks: Mapping[HomeName, Sequence[Chunk]]
+    cores: tuple[int, ...] = ()
+    """Those that update `host`; empty: the usual share of those near the device."""
+    prefetch: PrefetchRoom | None = None
+    """None: nothing comes before its update."""
+
+
+def prefetch_room(need: Requirements, bytes_after: Sequence[float], host: float) -> PrefetchRoom:
+    """What state may fill after each gradient, with `host` parameters whose gradients leave."""
+    peak = PREFETCH_SHARE * need.peak_bytes(host)
+    return PrefetchRoom(tuple(peak - taken for taken in bytes_after), need.sent_bytes(host))
+
+
+def deal(parameters: Sequence[Sequence[Chunk]], shares: Mapping[HomeName, float]) -> Dealt:
     """The chunks of each home. `parameters` holds the chunks of each parameter, in the order of forward.
 
     `host` gets whole parameters if it shares the model with others, since a gradient leaves the GPU only if all of it
     goes down.
     """
-    dealt: dict[HomeName, list[Chunk]] = {"gpu": [], "stream": [], "host": []}
+    dealt: Dealt = {"gpu": [], "stream": [], "host": []}
     if len(shares) == 1:
         (only,) = shares
         everything = [chunk for chunks in parameters for chunk in chunks]
@@ -62,25 +73,49 @@ def deal(parameters: Sequence[Sequence[Chunk]], shares: Mapping[HomeName, float]
             budget["gpu"] -= size
         else:
             rest.append(chunks)
-    _mix(rest, budget, dealt)
+    whole = _whole_ones([sum(chunk.size for chunk in chunks) for chunks in rest], budget)
+    dealt["host"] = [chunk for number, chunks in enumerate(rest) if number in whole for chunk in chunks]
+    _mix([chunks for number, chunks in enumerate(rest) if number not in whole], budget, dealt)
     return {**dealt, "gpu": joined(dealt["gpu"])}
 
 
-def _mix(
-    parameters: Sequence[Sequence[Chunk]], budget: Mapping[HomeName, float], dealt: dict[HomeName, list[Chunk]]
-) -> None:
-    """Deal by what each home is owed: its share of all that has passed, less what it got."""
-    total = max(1.0, sum(budget.values()))
-    owed: dict[HomeName, float] = dict.fromkeys(budget, 0.0)
+def _whole_ones(sizes: Sequence[int], budget: Mapping[HomeName, float]) -> set[int]:
+    """Numbers of the parameters that `host` gets whole: evenly over the model, then as near to its budget as they go.
+
+    Going by what it is owed alone was rejected: the last large parameter, a head of 0.8 B, made a difference of up to
+    half of it, which is 4 GB of fp32 state.
+    """
+    target, total, left = budget.get("host", 0.0), max(1, sum(sizes)), set(budget) - {"host"}
+    if not left:
+        return set(range(len(sizes)))
+    chosen, owed = set(), 0.0
+    for number, size in enumerate(sizes):
+        owed += size * target / total
+        if owed > size / 2:
+            chosen.add(number)
+            owed -= size
+    missing = target - sum(sizes[number] for number in chosen)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        change = -sizes[number] if number in chosen else sizes[number]
+        if abs(missing - change) < abs(missing):
+            chosen ^= {number}
+            missing -= change
+    return chosen
+
+
+def _mix(parameters: Sequence[Sequence[Chunk]], budget: Mapping[HomeName, float], dealt: Dealt) -> None:
+    """Deal chunks to `gpu` and `stream` by what each is owed: its share of all that has passed, less what it got."""
+    shares: dict[HomeName, float] = {name: share for name, share in budget.items() if name != "host"}
+    total = max(1.0, sum(shares.values()))
+    owed: dict[HomeName, float] = dict.fromkeys(shares, 0.0)
     for chunks in parameters:
         size = sum(chunk.size for chunk in chunks)
-        for name, share in budget.items():
+        for name, share in shares.items():
             owed[name] += size * share / total
-        whole = owed.get("host", 0.0) > size / 2
         for chunk in chunks:  # first what is resident, so that it is one piece
             resident = "stream" not in owed or owed.get("gpu", 0.0) > chunk.size / 2
-            home: HomeName = "host" if whole else "gpu" if resident else "stream"
-            owed[home] -= chunk.size
+            home: HomeName = "gpu" if resident else "stream"
+            owed[home] = owed.get(home, 0.0) - chunk.size
             dealt[home].append(chunk)
 
 
@@ -90,8 +125,7 @@ def joined(chunks: Sequence[Chunk]) -> list[Chunk]:
     for chunk in chunks:
         last = found[-1] if found else None
         if last and last.parameter == chunk.parameter and last.start + last.size == chunk.start:
-            joint: Any = last  # a protocol cannot say that it is a dataclass
-            found[-1] = replace(joint, size=last.size + chunk.size)
+            found[-1] = replace(last, size=last.size + chunk.size)
         else:
             found.append(chunk)
     return found

@@ -15,22 +15,23 @@ from typing import cast
 from penstock.machine.known import Machine
 from penstock.plan import speed
 from penstock.plan.layout import (
-    BLOCK,
     DEFAULT_CHUNK,
+    FORMATS,
     GPU_RESERVE,
     HOST_RESERVE,
     NUM_SLOTS,
     STAGING,
     STREAM_QUEUE,
     Buffer,
+    Chunk,
     HomeName,
     Place,
+    StateFormat,
     chunk_for,
     cut,
     model_buffers,
     parameters,
     state_buffers,
-    state_bytes,
 )
 from penstock.plan.memory import (
     COMPILER_BYTES,
@@ -38,15 +39,29 @@ from penstock.plan.memory import (
     CPU_PROCESS_BYTES,
     PROCESS_BYTES,
     Disk,
+    Peaks,
     Work,
     disk,
     loading_bytes,
-    passing,
+    peaks,
     sharded_bytes,
 )
-from penstock.plan.placement import deal
-from penstock.plan.split import Need, Placement, Rates, Room, link_bytes, place
+from penstock.plan.placement import Dealt, deal
+from penstock.plan.split import (
+    Manner,
+    ModelBytes,
+    Profile,
+    Rates,
+    Requirements,
+    Room,
+    Split,
+    best_split,
+    link_bytes,
+    requirements,
+)
 from penstock.recipe.presets import Architecture
+
+QUEUE = "gradients in the queue"
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,11 @@ class Job:
         if not self.overlap:
             return "after-norm"
         return ("after-norm" if self.clip else "in-backward") if self.update == "auto" else self.update
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether weights are updated while backward runs."""
+        return self.schedule == "in-backward"
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -121,14 +141,16 @@ class Plan:
     settings: Settings
     machine: Machine
     gpus: int
-    placement: Placement
-    fits: bool
+    split: Split
+    """What was solved; `dealt` is what becomes of it."""
+    has_room: bool
+    """Whether a split was found; `fits` looks at what was dealt."""
     seconds: Seconds
     activation_bytes: float
     """The most that forward and backward take without gradients."""
     gradient_bytes: float
     """Gradients that are there at once."""
-    passing_bytes: float
+    peak_step_bytes: float
     """The most of both together."""
     gpu_room: float
     """What the plan may fill: the GPU's memory less the driver's and a reserve."""
@@ -155,25 +177,56 @@ class Plan:
         flops = speed.model_flops(self.job.architecture, self.job.batch_size, self.job.length)
         return flops / self.seconds.step / self.gpus / 1e12
 
+    @property
+    def format(self) -> StateFormat:
+        """Of the state."""
+        return FORMATS[self.settings.states]
+
+    @property
+    def chunk_size(self) -> int:
+        """Elements in a chunk, as the engine chooses it: from the link where it measures one."""
+        return _chunk_size(self.job, self.machine, self.format)
+
+    @cached_property
+    def dealt(self) -> Dealt:
+        """Every chunk by home, as the engine deals them."""
+        wholes = [
+            Chunk(index, 0, -(-size // self.gpus), self.format, self.job.dtype_bytes)
+            for index, size in enumerate(self.job.sizes)
+        ]
+        shares = cast(dict[HomeName, float], self.split.shares())
+        return deal([cut(whole, self.chunk_size) for whole in wholes], shares)
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether what was dealt, rather than what was solved, has room: chunks and parameters are not cut at will."""
+        if not self.has_room:
+            return False
+        outside = ("CUDA context", "process", QUEUE)  # the driver's, the process's, and what the reserve is for
+        gpu, host = (
+            sum(b.num_bytes for b in self.buffers if b.place == place and b.name not in outside)
+            for place in ("gpu", "host")
+        )
+        if self.machine.one_memory:
+            return gpu + host <= self.gpu_room
+        return gpu <= self.gpu_room and host <= self.host_room
+
     @cached_property
     def buffers(self) -> list[Buffer]:
         """Long-lived ones from the layout, then what comes and goes at the peak, on one GPU and its host."""
         local = [-(-size // self.gpus) for size in self.job.sizes]
         on_gpu = self.machine.has_gpu
         device: Place = "gpu" if on_gpu else "host"
-        shares = cast(dict[HomeName, float], self.placement.fractions())
         found = model_buffers(local, self.job.dtype_bytes, place=device)
-        chunk = _chunk(self.job, self.machine.link_bytes_per_s, self.settings.states)
-        dealt = deal(cut(local, chunk), shares)
-        found += state_buffers(dealt, self.settings.states, self.job.dtype_bytes, on_gpu=on_gpu)
+        found += state_buffers(self.dealt, on_gpu=on_gpu)
         moment: list[tuple[str, float]] = [
             ("gradients", self.gradient_bytes),
-            ("activations", self.passing_bytes - self.gradient_bytes),
+            ("activations", self.peak_step_bytes - self.gradient_bytes),
         ]
         if self.gpus > 1:
             moment.append(("gathered layers", sharded_bytes(self.job.architecture, self.job.dtype_bytes)))
-        if self.job.schedule == "in-backward" and self.placement.stream:
-            moment.append(("gradients in the queue", self.job.dtype_bytes * STREAM_QUEUE * chunk))
+        if self.job.in_backward and self.split.stream:
+            moment.append((QUEUE, self.job.dtype_bytes * STREAM_QUEUE * self.chunk_size))
         found += [Buffer(name, device, int(num_bytes)) for name, num_bytes in moment if num_bytes > 0]
         if on_gpu:
             found.append(Buffer("CUDA context", "gpu", int(CONTEXT_BYTES)))
@@ -192,7 +245,7 @@ class Plan:
     @property
     def disk(self) -> Disk:
         """Checkpoints and the exported model."""
-        state = state_bytes(256, self.settings.states, self.job.dtype_bytes) / 256
+        state = self.format.bytes_per_element(self.job.dtype_bytes)
         return disk(self.num_params, state, self.job.dtype_bytes, self.job.checkpoints)
 
 
@@ -221,98 +274,132 @@ def rooms(job: Job, machine: Machine, gpus: int) -> Room:
     return Room(machine.gpu_bytes - CONTEXT_BYTES - GPU_RESERVE, host)
 
 
-def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Plan:
-    """The plan for these settings. One that does not fit has all state on the host, to show what is missing."""
-    a, b = job.architecture, job.dtype_bytes
-    num_params = a.num_parameters() / gpus
+@dataclass(frozen=True)
+class _Rank:
+    """One GPU's share of a step."""
+
+    machine: Machine
+    """With rates of one rank: ranks on a CPU share its cores."""
+    num_params: float
+    rows: int
+    micro_batch: int
+    step: speed.Arithmetic
+    one: speed.Arithmetic
+    """Of one micro-batch."""
+    peaks: Peaks
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches in a step."""
+        return -(-self.rows // self.micro_batch)
+
+
+def _rank(job: Job, settings: Settings, machine: Machine, gpus: int) -> _Rank:
+    a = job.architecture
     rows = -(-job.batch_size // gpus)
     micro = min(settings.micro_batch, rows)
-    num_micro = -(-rows // micro)
-    work = Work(micro, job.length, settings.recompute, job.attention, b, job.compiled)
-    sharers = 1 if machine.has_gpu else gpus  # ranks on a CPU share its cores
+    work = Work(micro, job.length, settings.recompute, job.attention, job.dtype_bytes, job.compiled)
+    sharers = 1 if machine.has_gpu else gpus
     rank = replace(
         machine,
         matrix_flops_per_s=machine.matrix_flops_per_s / sharers,
         device_memory_bytes_per_s=machine.device_memory_bytes_per_s / sharers,
     )
-    step = speed.arithmetic(a, replace(work, rows=rows), rank)
-    one = speed.arithmetic(a, work, rank)
-    taken = passing(a, work, gpus)
-    grads = b * a.num_parameters()
-    activation, kept = taken.activation_bytes, taken.kept_bytes
-    in_backward, accumulates = job.schedule == "in-backward", num_micro > 1
-    if accumulates:
-        activation = kept = taken.activation_bytes + grads / gpus
-    elif in_backward:
-        kept = activation
-    state = state_bytes(256, settings.states, b) / 256
-    hidden = one.backward_s + one.recompute_s if in_backward else one.forward_s - one.head_s
-    leaves = job.overlap and not in_backward and not accumulates and gpus == 1  # FSDP2 keeps a unit's in one piece
-    comes_early = job.overlap and not in_backward and gpus == 1
-    need = Need(
-        int(num_params), state, b, activation, kept, gradients_leave=leaves, hidden_seconds=hidden,
-        end_bytes=taken.end_bytes + grads if comes_early else None,
-    )  # fmt: skip
+    step, one = (speed.arithmetic(a, w, rank) for w in (replace(work, rows=rows), work))
+    return _Rank(rank, a.num_parameters() / gpus, rows, micro, step, one, peaks(a, work, gpus))
+
+
+def _requirements(job: Job, rank: _Rank, format: StateFormat, gpus: int) -> Requirements:
+    """As the engine has them from its trial, with predicted activations and times."""
+    b, one = job.dtype_bytes, rank.one
+    profile = Profile(
+        rank.peaks.activation_bytes,
+        rank.peaks.kept_bytes,
+        forward_seconds=one.forward_s - one.head_s,
+        backward_seconds=one.backward_s + one.recompute_s,
+        accumulates=rank.num_micro_batches > 1,
+    )
+    manner = Manner(job.in_backward, job.overlap, sharded=gpus > 1)
+    model = ModelBytes(int(rank.num_params), format.bytes_per_element(b), b)
+    hidden = profile.backward_seconds if job.in_backward else profile.forward_seconds
+    return requirements(model, profile, manner, hidden, rank.peaks.end_bytes + b * job.architecture.num_parameters())
+
+
+def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Plan:
+    """The plan for these settings. One that does not fit has all state on the host, to show what is missing."""
+    a, b, format = job.architecture, job.dtype_bytes, FORMATS[settings.states]
+    rank = _rank(job, settings, machine, gpus)
+    need = _requirements(job, rank, format, gpus)
     room = rooms(job, machine, gpus)
     extra = sharded_bytes(a, b) if gpus > 1 else 0.0
-    free = Room(room.gpu_bytes - b * num_params - extra, room.host_bytes)
-    sharing = sharing_a_host(machine, gpus)
     link = machine.link_bytes_per_s if machine.has_gpu else math.inf  # without a GPU there is nothing to cross
-    rates = Rates(link, machine.host_params_per_s / sharing)
-    placement = _placement(job, need, free, rates, settings.states, machine) if room.host_bytes >= 0 else None
-    fits = placement is not None
-    if placement is None:
-        placement = Placement(0, 0, need.num_params, 0.0) if leaves else Placement(0, need.num_params, 0, 0.0)
-    exchange = num_micro * speed.exchange_seconds(a.num_parameters(), b, gpus, machine) if gpus > 1 else 0.0
+    rates = Rates(link, machine.host_params_per_s / sharing_a_host(machine, gpus))
+    free = room.less(b * rank.num_params + extra)
+    split = _split(job, need, free, rates, format, machine) if room.host_bytes >= 0 else None
+    has_room = split is not None
+    if split is None:
+        split = Split(0, 0, need.num_params, 0.0) if need.gradients_leave else Split(0, need.num_params, 0, 0.0)
+    gradients = b * rank.num_params - need.sent_bytes(split.host)
+    if job.in_backward and rank.num_micro_batches == 1:
+        gradients = 0.0
+    peak = need.peak_bytes(split.host)
+    return Plan(
+        job, Settings(settings.states, rank.micro_batch, settings.recompute), machine, gpus, split, has_room,
+        _seconds(job, rank, split, rates, format, gpus), activation_bytes=rank.peaks.activation_bytes,
+        gradient_bytes=min(max(0.0, gradients), peak), peak_step_bytes=peak, gpu_room=room.gpu_bytes,
+        host_room=room.host_bytes,
+    )  # fmt: skip
+
+
+def _seconds(job: Job, rank: _Rank, split: Split, rates: Rates, format: StateFormat, gpus: int) -> Seconds:
+    b, step = job.dtype_bytes, rank.step
+    state = format.bytes_per_element(b)
+    exchange = 0.0
+    if gpus > 1:
+        one = speed.exchange_seconds(job.architecture.num_parameters(), b, gpus, rank.machine)
+        exchange = rank.num_micro_batches * one
     # Charged for all parameters, whatever their home: weights from the host cross the same memory.
-    update = speed.update_seconds(num_params, state, b, rank)
-    seconds = Seconds(
+    update = speed.update_seconds(rank.num_params, state, b, rank.machine)
+    return Seconds(
         step.forward_s, step.backward_s, step.recompute_s,
         # While the model waits for state that travels, updates on the GPU cost nothing.
-        exposed=max(placement.exposed_seconds, update) + max(0.0, exchange - step.total_s),
-        link=(placement.stream * state + placement.host * b) / rates.link_bytes_per_s,
-        cpu=placement.host / rates.host_params_per_s,
+        exposed=max(split.exposed_seconds, update) + max(0.0, exchange - step.total_s),
+        link=(split.stream * state + split.host * b) / rates.link_bytes_per_s,
+        cpu=split.host / rates.host_params_per_s,
         update=update, exchange=exchange,
     )  # fmt: skip
-    gone = b * placement.host if leaves else 0.0
-    gradients = 0.0 if in_backward and not accumulates else max(0.0, grads / gpus - gone)
-    took = need.passing_bytes(placement.host)
-    return Plan(
-        job, Settings(settings.states, micro, settings.recompute), machine, gpus, placement, fits, seconds,
-        activation_bytes=taken.activation_bytes, gradient_bytes=min(gradients, took), passing_bytes=took,
-        gpu_room=room.gpu_bytes, host_room=room.host_bytes,
-    )  # fmt: skip
 
 
-def _chunk(job: Job, link_bytes_per_s: float, states: str) -> int:
-    """Elements in a chunk, as the engine chooses it: from the link where it measures one."""
+def _chunk_size(job: Job, machine: Machine, format: StateFormat) -> int:
     if job.homes or not job.overlap:
         return DEFAULT_CHUNK
-    return chunk_for(link_bytes_per_s, state_bytes(BLOCK, states, job.dtype_bytes) / BLOCK)
+    return chunk_for(machine.link_bytes_per_s, format.bytes_per_element(job.dtype_bytes))
 
 
-def _placement(job: Job, need: Need, room: Room, rates: Rates, states: str, machine: Machine) -> Placement | None:
+def _split(
+    job: Job, need: Requirements, room: Room, rates: Rates, format: StateFormat, machine: Machine
+) -> Split | None:
     """Homes as the engine chooses them: everything resident if it fits, else the split that exposes least."""
-    everything = Placement(need.num_params, 0, 0, 0.0)
-    resident = room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes
     if not job.overlap:
         return _fixed({"host": 1.0}, need, room, rates, machine, overlap=False)
-    staging = state_bytes(min(STAGING, NUM_SLOTS * need.num_params), states, job.dtype_bytes)
-    smaller = Room(room.gpu_bytes - staging, room.host_bytes)
+    slots = room.less(format.num_bytes(min(STAGING, NUM_SLOTS * need.num_params), job.dtype_bytes))
     if job.homes:
-        room = smaller if dict(job.homes).get("stream") else room
+        room = slots if dict(job.homes).get("stream") else room
         return _fixed(dict(job.homes), need, room, rates, machine, overlap=True)
-    return everything if resident else place(need, smaller, rates)
+    if room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes:
+        return Split(need.num_params, 0, 0, 0.0)
+    over = min(_chunk_size(job, machine, format), need.num_params) * need.state_bytes
+    return best_split(need, slots.less(over, 2 * over), rates)  # by which what is dealt may be over its share
 
 
 def _fixed(
-    shares: dict[str, float], need: Need, room: Room, rates: Rates, machine: Machine, *, overlap: bool
-) -> Placement | None:
+    shares: dict[str, float], need: Requirements, room: Room, rates: Rates, machine: Machine, *, overlap: bool
+) -> Split | None:
     """Homes that the recipe names, if they fit. Where there is one memory, all of them are in it."""
     gpu, stream, host = (need.num_params * shares.get(n, 0.0) / sum(shares.values()) for n in ("gpu", "stream", "host"))
-    mirrored = need.state_bytes + (2 * need.weight_bytes if machine.has_gpu else 0)
-    on_gpu = gpu * need.state_bytes + need.passing_bytes(host)
-    on_host = stream * need.state_bytes + host * mirrored
+    copied = need.state_bytes + (2 * need.weight_bytes if machine.has_gpu else 0)
+    on_gpu = gpu * need.state_bytes + need.peak_bytes(host)
+    on_host = stream * need.state_bytes + host * copied
     if machine.one_memory:
         on_gpu, on_host = on_gpu + on_host, 0.0
     if on_gpu > room.gpu_bytes or on_host > room.host_bytes:
@@ -320,7 +407,7 @@ def _fixed(
     link = link_bytes(need, stream, host) / rates.link_bytes_per_s
     cpu = host / rates.host_params_per_s
     exposed = max(0.0, max(link, cpu) - need.hidden_seconds) if overlap else 2 * link + cpu
-    return Placement(gpu, stream, host, exposed)
+    return Split(gpu, stream, host, exposed)
 
 
 def largest_parts(plan: Plan, where: Sequence[str], count: int = 3) -> Sequence[Buffer]:

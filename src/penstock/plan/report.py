@@ -147,7 +147,7 @@ def homes_in_words(plan: Plan) -> str:
     """Shares by home; on a machine without a GPU there is only one place."""
     if not plan.machine.has_gpu:
         return "beside the weights"
-    return ", ".join(f"{share:.0%} {name}" for name, share in plan.placement.fractions().items())
+    return ", ".join(f"{share:.0%} {name}" for name, share in plan.split.shares().items())
 
 
 def lines(report: Report) -> list[str]:
@@ -401,7 +401,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "max_length": plan.job.length,
         "settings": asdict(plan.settings),
         "schedule": plan.job.schedule,
-        "homes": plan.placement.fractions(),
+        "homes": plan.split.shares(),
         "gpu_bytes": plan.peak_bytes("gpu"),
         "gpu_room_bytes": plan.gpu_room if plan.machine.has_gpu else 0.0,
         "host_bytes": plan.peak_bytes("host"),

@@ -8,12 +8,13 @@ they cause.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 
 from penstock.machine.known import Machine
-from penstock.plan.layout import STATE_FORMATS
+from penstock.plan.layout import FORMATS
 from penstock.plan.predict import Job, Plan, Settings, predict
 
 
@@ -27,6 +28,8 @@ class Free:
 
 
 EVERYTHING = Free()
+EXACTNESS = tuple(FORMATS)
+"""Formats from exact to small."""
 
 
 def settings_of(job: Job, free: Free, gpus: int) -> Iterable[Settings]:
@@ -34,7 +37,7 @@ def settings_of(job: Job, free: Free, gpus: int) -> Iterable[Settings]:
     layers = job.architecture.layers
     rows = -(-job.batch_size // gpus)
     halves = sorted({max(1, rows >> shift) for shift in range(rows.bit_length())}, reverse=True)
-    for states in (free.states,) if free.states else STATE_FORMATS:
+    for states in (free.states,) if free.states else FORMATS:
         for micro in (min(free.micro_batch, rows),) if free.micro_batch else halves:
             for recompute in (free.recompute,) if free.recompute is not None else _recomputes(layers):
                 yield Settings(states, micro, recompute)
@@ -48,21 +51,21 @@ def _recomputes(layers: int) -> tuple[str, ...]:
     return ("none", *some[: len(parts)], "selected", *some[len(parts) :], "full")
 
 
-def plans(job: Job, machine: Machine, gpus: int, free: Free = EVERYTHING) -> list[Plan]:
-    """All that fit: the most exact format first, and within it the fastest."""
+def plans(job: Job, machine: Machine, gpus: int, free: Free = EVERYTHING) -> Iterator[Plan]:
+    """All that fit: the most exact format first, and within it the fastest. Chunks are dealt for those asked for."""
     found = [predict(job, settings, machine, gpus) for settings in settings_of(job, free, gpus)]
-    return sorted((plan for plan in found if plan.fits), key=_order)
+    return (plan for plan in sorted((plan for plan in found if plan.has_room), key=_order) if plan.fits)
 
 
 def _order(plan: Plan) -> tuple[int, float, float]:
     """Of equals the one that moves less comes first, and of these the one that recomputes less."""
-    moved = plan.placement.stream + plan.placement.host
-    return STATE_FORMATS.index(plan.settings.states), plan.seconds.step, moved
+    moved = plan.split.stream + plan.split.host
+    return EXACTNESS.index(plan.settings.states), plan.seconds.step, moved
 
 
 def solve(job: Job, machine: Machine, gpus: int = 1, free: Free = EVERYTHING) -> Plan | None:
     """The best that fits, or None."""
-    return next(iter(plans(job, machine, gpus, free)), None)
+    return next(plans(job, machine, gpus, free), None)
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,10 @@ def alternatives(base: Plan, count: int = 4) -> list[Alternative]:
     found: list[Alternative] = []
     jobs = [base.job] + ([replace(base.job, clip=False, update="auto")] if base.job.clip and base.job.overlap else [])
     for job in jobs:
-        for states in STATE_FORMATS:
-            best = [p for p in plans(job, base.machine, base.gpus, Free(states=states)) if flags_between(base, p)]
-            for plan in best[: 2 if job is base.job and states == base.settings.states else 1]:
+        for states in FORMATS:
+            count_here = 2 if job is base.job and states == base.settings.states else 1
+            others = (p for p in plans(job, base.machine, base.gpus, Free(states=states)) if flags_between(base, p))
+            for plan in islice(others, count_here):
                 trades = [] if job is base.job else ["no clipping"]
                 trades += [TRADES[states]] if states != base.settings.states and states in TRADES else []
                 found.append(Alternative(plan, flags_between(base, plan), "; ".join(trades)))
@@ -121,7 +125,7 @@ def alternatives(base: Plan, count: int = 4) -> list[Alternative]:
 
 def _cost(other: Alternative) -> tuple[int, int, float]:
     """Trades first, then bits, then time."""
-    states = STATE_FORMATS.index(other.plan.settings.states)
+    states = EXACTNESS.index(other.plan.settings.states)
     return other.trades.count(";") + bool(other.trades), states, other.plan.seconds.step
 
 

@@ -1,19 +1,58 @@
-"""Where state should live: the split over the three homes that makes the exposed part of a step shortest.
+"""How much state should live where: the split over the three homes that makes the exposed part of a step shortest.
 
-Pure arithmetic: sizes, rates and budgets in, fractions out. The objective is flat and the bounds are few, so a scan
-over the host's share finds the best split; a linear program was rejected as one more dependency for the same answer.
+Pure arithmetic: sizes, rates and budgets in, shares out. The objective is flat and the bounds are few, so a scan over
+the host's share finds the best split; a linear program was rejected as one more dependency for the same answer.
+
+The rules of memory are here once, for the plan, which predicts a profile, and for the engine, which measures one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 STEPS = 200
 """Shares of `host` that are tried. One step of 200 is half a per cent of the parameters."""
 
-EARLY_SHARE = 0.88
+PREFETCH_SHARE = 0.88
 """Of the peak of forward and backward, what may be filled when backward ends: the host asks for memory for the first
 layers of the next forward before the device has updated anything and let gradients go."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What is known of forward and backward of one micro-batch on one GPU: measured in a trial, or predicted."""
+
+    activation_bytes: float | None = None
+    """The most that both take beside weights if no gradient is kept. None: not known."""
+    kept_bytes: float | None = None
+    """The same with all gradients kept: at most both sums, as activations go while gradients come. None: their sum."""
+    bytes_after: Mapping[object, float] = field(default_factory=dict)
+    """By parameter, the most from its gradient to the end of backward, with all gradients; empty where not tried."""
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    start_seconds: float = 0.0
+    """Before the passes that were timed: compiling, mostly."""
+    accumulates: bool = False
+    """All gradients of one micro-batch are there while the next one runs."""
+    ranks_here: int = 1
+    """Ranks that share the memory of this machine."""
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How updates follow backward, as far as it decides what takes memory."""
+
+    in_backward: bool
+    overlap: bool = True
+    sharded: bool = False
+    """By FSDP2, which keeps the gradients of a unit in one piece of memory, so that none makes room alone, and whose
+    hooks run on a stream of its own, whose memory is not what activations leave."""
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether streamed state may come before its update."""
+        return self.overlap and not self.in_backward and not self.sharded
 
 
 @dataclass(frozen=True)
@@ -27,7 +66,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Need:
+class Requirements:
     """What has to be placed, and what forward and backward take on the GPU beside weights and state."""
 
     num_params: int
@@ -38,7 +77,7 @@ class Need:
     activation_bytes: float
     """The most that forward and backward take if no gradient is kept."""
     kept_bytes: float
-    """The most they take with all the gradients that this schedule keeps."""
+    """The most they take with all the gradients that are kept."""
     gradients_leave: bool
     """Gradients of `host` parameters leave the GPU during backward, and lower `kept_bytes` by their size."""
     hidden_seconds: float
@@ -46,18 +85,52 @@ class Need:
     end_bytes: float | None = None
     """What backward still takes when it ends, with all gradients. None: no state comes before its update."""
 
-    def passing_bytes(self, host: float) -> float:
-        """What forward and backward take with `host` parameters in that home."""
-        return max(self.activation_bytes, self.kept_bytes - self._left(host))
+    def peak_bytes(self, host: float) -> float:
+        """The most that forward and backward take with `host` parameters in that home."""
+        return max(self.activation_bytes, self.kept_bytes - self.sent_bytes(host))
 
-    def early_bytes(self, host: float) -> float:
+    def prefetch_bytes(self, host: float) -> float:
         """State that can come while backward runs, into what activations have left."""
         if self.end_bytes is None:
             return 0.0
-        return max(0.0, EARLY_SHARE * self.passing_bytes(host) - (self.end_bytes - self._left(host)))
+        return max(0.0, PREFETCH_SHARE * self.peak_bytes(host) - (self.end_bytes - self.sent_bytes(host)))
 
-    def _left(self, host: float) -> float:
+    def sent_bytes(self, host: float) -> float:
+        """Gradients that leave the GPU during backward."""
         return self.weight_bytes * host if self.gradients_leave else 0.0
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """Parameters on one GPU, and the mean bytes of each."""
+
+    num_params: int
+    state_bytes: float
+    weight_bytes: float
+
+
+def requirements(
+    model: ModelBytes, profile: Profile, manner: Manner, hidden_seconds: float, end_bytes: float | None
+) -> Requirements:
+    """What state, gradients and activations take, given what one micro-batch takes."""
+    assert profile.activation_bytes is not None, "whoever does not know it assumes something"
+    activations = profile.activation_bytes
+    with_gradients = activations + model.num_params * model.weight_bytes
+    kept = with_gradients if profile.kept_bytes is None else profile.kept_bytes
+    if profile.accumulates:  # the next micro-batch runs beside all gradients of the one before
+        activations = kept = with_gradients
+    elif manner.in_backward:
+        kept = activations
+    return Requirements(
+        model.num_params,
+        model.state_bytes,
+        model.weight_bytes,
+        activation_bytes=activations,
+        kept_bytes=kept,
+        gradients_leave=manner.prefetches and not profile.accumulates,
+        hidden_seconds=hidden_seconds,
+        end_bytes=end_bytes if manner.prefetches else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -67,9 +140,13 @@ class Room:
     gpu_bytes: float
     host_bytes: float
 
+    def less(self, gpu_bytes: float, host_bytes: float = 0.0) -> Room:
+        """What is left beside these."""
+        return Room(self.gpu_bytes - gpu_bytes, self.host_bytes - host_bytes)
+
 
 @dataclass(frozen=True)
-class Placement:
+class Split:
     """Parameters in each home, and the seconds of a step that nothing hides."""
 
     gpu: float
@@ -77,16 +154,16 @@ class Placement:
     host: float
     exposed_seconds: float
 
-    def fractions(self) -> dict[str, float]:
-        """Shares by home, without empty ones."""
+    def shares(self) -> dict[str, float]:
+        """By home, without empty ones."""
         total = self.gpu + self.stream + self.host
         shares = {"gpu": self.gpu / total, "stream": self.stream / total, "host": self.host / total}
         return {name: share for name, share in shares.items() if share > 0}
 
 
-def place(need: Need, room: Room, rates: Rates) -> Placement | None:
+def best_split(need: Requirements, room: Room, rates: Rates) -> Split | None:
     """The split with the least exposed time, and of equals the one with least on the host. None if nothing fits."""
-    best: Placement | None = None
+    best: Split | None = None
     for step in range(STEPS + 1):
         candidate = _with_host_share(need, room, rates, need.num_params * step / STEPS)
         if candidate is not None and (best is None or candidate.exposed_seconds < best.exposed_seconds - 1e-9):
@@ -94,19 +171,19 @@ def place(need: Need, room: Room, rates: Rates) -> Placement | None:
     return best
 
 
-def _with_host_share(need: Need, room: Room, rates: Rates, host: float) -> Placement | None:
-    gpu = min(need.num_params - host, (room.gpu_bytes - need.passing_bytes(host)) / need.state_bytes)
+def _with_host_share(need: Requirements, room: Room, rates: Rates, host: float) -> Split | None:
+    gpu = min(need.num_params - host, (room.gpu_bytes - need.peak_bytes(host)) / need.state_bytes)
     stream = need.num_params - host - gpu
-    mirrored = need.state_bytes + 2 * need.weight_bytes  # a host chunk also has its weight and gradient there
-    if gpu < 0 or stream * need.state_bytes + host * mirrored > room.host_bytes:
+    copied = need.state_bytes + 2 * need.weight_bytes  # a host chunk also has its weight and gradient there
+    if gpu < 0 or stream * need.state_bytes + host * copied > room.host_bytes:
         return None
     link_seconds = link_bytes(need, stream, host) / rates.link_bytes_per_s
     cpu_seconds = host / rates.host_params_per_s
     exposed = max(0.0, link_seconds - need.hidden_seconds, cpu_seconds - need.hidden_seconds)
-    return Placement(gpu, stream, host, exposed)
+    return Split(gpu, stream, host, exposed)
 
 
-def link_bytes(need: Need, stream: float, host: float) -> float:
+def link_bytes(need: Requirements, stream: float, host: float) -> float:
     """What crosses the link between two backwards, in the direction that has more: state in and weights up, or out."""
     streamed = stream * need.state_bytes
-    return max(streamed, max(0.0, streamed - need.early_bytes(host)) + host * need.weight_bytes)
+    return max(streamed, max(0.0, streamed - need.prefetch_bytes(host)) + host * need.weight_bytes)

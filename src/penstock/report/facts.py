@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from penstock.data.loader import Dataset
 from penstock.data.preview import samples, summary
 from penstock.engine import Engine, Held
-from penstock.flow.lanes import Span
+from penstock.flow.timeline import Span
 from penstock.machine.hardware import describe
 from penstock.report.metrics import Summary, to_json
 
@@ -69,7 +69,7 @@ class Timeline:
 
 
 class Recorder:
-    """Writes the facts of one run: what is known at the start, one step on the tape, memory, and the end."""
+    """Writes the facts of one run: what is known at the start, one step on the timeline, memory, and the end."""
 
     def __init__(self, run_dir: Path, engine: Engine, first_step: int, last_step: int, *, write: bool = True) -> None:
         """Without `write` nothing is recorded: of several ranks one does."""
@@ -95,7 +95,7 @@ class Recorder:
     def step_begins(self, step: int) -> None:
         """Start the tape before the step to be recorded, and stop it when the following one has ended too."""
         if step == self._step and self._writes:
-            self._engine.start_tape()
+            self._engine.start_timeline()
             self._recording = True
         elif step == self._step + 2:
             self._stop()
@@ -120,7 +120,7 @@ class Recorder:
     def _stop(self) -> None:
         if self._recording:
             self._recording = False
-            timeline = cut(self._step, self._engine.stop_tape())
+            timeline = cut(self._step, self._engine.stop_timeline())
             self._lanes = timeline.load()
             self._write("timeline", dataclasses.asdict(timeline))
 

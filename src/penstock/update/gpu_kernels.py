@@ -1,4 +1,4 @@
-"""The Triton side of `kernels.py`.
+"""The Triton side of `adamw.py` and `spans.py`.
 
 Fusion is off, and square root and division are the correctly rounded ones: with fusion on, half of all weights differ
 from the CPU's after a step. How the formats round is said in `moments.py`; here is the same, in the same order.
@@ -97,9 +97,9 @@ def _adamw(  # type: ignore[no-untyped-def]
     weight, gradient, remainder, first, second, first_scale, second_scale, scalars, n, start, salt,
     PROGRAM: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    # Columns of `scalars` as in kernels.py:
-    # SCALE, BETA1, BETA1_REST, BETA2, BETA2_REST, ROOT, EPS, DECAY, STEP, GO, SEED.
-    if tl.load(scalars + 9) != 0.0:
+    # Columns of `scalars` as in adamw.py:
+    # SCALE, GO, BETA1, BETA1_REST, BETA2, BETA2_REST, ROOT, EPS, DECAY, STEP, SEED.
+    if tl.load(scalars + 1) != 0.0:
         at = tl.program_id(0).to(tl.int64) * PROGRAM + tl.arange(0, PROGRAM)
         inside = at < n
         g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scalars)
@@ -113,17 +113,17 @@ def _adamw(  # type: ignore[no-untyped-def]
             v = tl.load(second + at, mask=inside, other=0.0)
         if FORMAT == "bf16":
             m, v = _from_bf16(m), _from_bf16(v)
-        m = m * tl.load(scalars + 1) + g * tl.load(scalars + 2)
-        v = v * tl.load(scalars + 3) + (g * g) * tl.load(scalars + 4)
+        m = m * tl.load(scalars + 2) + g * tl.load(scalars + 3)
+        v = v * tl.load(scalars + 4) + (g * g) * tl.load(scalars + 5)
         root = tl.sqrt_rn(v)
-        denominator = tl.div_rn(root, tl.load(scalars + 5)) + tl.load(scalars + 6)
+        denominator = tl.div_rn(root, tl.load(scalars + 6)) + tl.load(scalars + 7)
         if SPLIT:
             high = tl.load(weight + at, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
             low = tl.load(remainder + at, mask=inside, other=0).to(tl.int32) & 0xFFFF
             master = (((high - (low >> 15)) << 16) | low).to(tl.float32, bitcast=True)
         else:
             master = tl.load(weight + at, mask=inside, other=0.0)
-        master = master * tl.load(scalars + 7) - tl.load(scalars + 8) * tl.div_rn(m, denominator)
+        master = master * tl.load(scalars + 8) - tl.load(scalars + 9) * tl.div_rn(m, denominator)
         if SPLIT:
             bits = master.to(tl.int32, bitcast=True)
             rounded = (bits >> 16) + ((bits >> 15) & 1)
@@ -172,10 +172,12 @@ def _span_sums(values, sums, n, ROWS: tl.constexpr, LANES: tl.constexpr, LEVELS:
 def launch_adamw(weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> None:
     """Update on the current stream."""
     n = weight.numel()
+    # What a format or a weight does not have is not read: any tensor stands for it.
+    names = ("remainder", "first", "second", "first_scale", "second_scale")
+    parts = [weight if (part := state.get(name)) is None else part for name in names]
     _adamw[(triton.cdiv(n, PROGRAM),)](
-        weight, gradient, state.remainder, state.first, state.second, state.first_scale, state.second_scale,
-        coefficients, n, state.start, state.salt,
-        PROGRAM=PROGRAM, BLOCK=BLOCK, SPLIT=weight.dtype is torch.bfloat16, FORMAT=state.states.name,
+        weight, gradient, *parts, coefficients, n, state.start, state.salt,
+        PROGRAM=PROGRAM, BLOCK=BLOCK, SPLIT=weight.dtype is torch.bfloat16, FORMAT=state.format.name,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -32,16 +32,16 @@
 #define DENORMALS_BACK
 #endif
 
-/* The scalars of one step, rounded to fp32 once by the caller. Must match the columns in kernels.py. */
+/* The scalars of one step, rounded to fp32 once by the caller. Must match the columns in adamw.py. */
 typedef struct {
     float scale;      /* clip coefficient */
+    float go;         /* the caller has looked at it */
     float beta1, one_minus_beta1;
     float beta2, one_minus_beta2;
     float root_correction2; /* sqrt(1 - beta2^t) */
     float eps;
     float decay;      /* 1 - lr * weight_decay */
     float step_size;  /* lr / (1 - beta1^t) */
-    float go;         /* the caller has looked at it */
     float seed;       /* of the step, a whole number */
 } coefficients;
 
@@ -207,7 +207,7 @@ DEFINE(bf16, int8, uint16_t, int8_t, uint8_t)
 DEFINE(fp32, int8, float, int8_t, uint8_t)
 
 /* What an update works on: one of the functions above by its number, and what it is called with. Must match `_Job` in
- * host_threads.py. */
+ * adamw.py. */
 typedef struct {
     void *weight;
     const void *gradient;

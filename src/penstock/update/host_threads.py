@@ -1,40 +1,42 @@
-"""The threads of `host`: each call updates a whole chunk on all cores, without the interpreter in between."""
+"""The C library, and the threads of `host`: each call updates a whole chunk on all cores, without the interpreter."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.machinery
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from penstock.update.formats import FORMATS, StateView
-from penstock.update.kernels import GO, adamw_reference_, host_library
+from penstock.update.formats import StateView
+from penstock.update.rule import GO, HostCall, Rule
 
 PART = 1 << 15
 """Elements that a thread takes at a time: a tenth of a millisecond, so that all threads end together. A multiple of
 every format's block."""
 
 
-class _Job(ctypes.Structure):
-    _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("gradient", ctypes.c_void_p),
-        ("remainder", ctypes.c_void_p),
-        ("first", ctypes.c_void_p),
-        ("second", ctypes.c_void_p),
-        ("first_scale", ctypes.c_void_p),
-        ("second_scale", ctypes.c_void_p),
-        ("scalars", ctypes.c_void_p),
-        ("start", ctypes.c_int64),
-        ("salt", ctypes.c_uint32),
-        ("function", ctypes.c_int32),
-    )
+@cache
+def host_library() -> ctypes.CDLL | None:
+    """The compiled C kernels, or None where there was no compiler at install."""
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"_host_kernel{suffix}")
+        if path.exists():
+            return ctypes.CDLL(str(path))  # ctypes releases the interpreter lock during calls: threads run in parallel
+    return None
 
 
-class Pool:
-    """One thread a core. Without the C kernel the torch reference runs on torch's own threads: same bits, slower."""
+def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    """Where a flat tensor lies; null for one that is not there."""
+    assert tensor is None or tensor.is_contiguous(), "kernels take flat tensors"
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+class HostThreads:
+    """One thread a core. What has no C kernel runs in the calling thread: same bits, slower."""
 
     def __init__(self, cores: Sequence[int]) -> None:
         self._library = host_library()
@@ -48,7 +50,7 @@ class Pool:
             self._close = weakref.finalize(self, self._library.pool_close, ctypes.c_void_p(self._address))  # type: ignore[union-attr]
 
     def begin(
-        self, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor
+        self, rule: Rule, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor
     ) -> Callable[[], None] | None:
         """Have flat host tensors updated in place. What is returned waits until they are; None: nothing changes.
 
@@ -57,25 +59,22 @@ class Pool:
         """
         if not coefficients[GO]:
             return None
-        if self._library is None or not self._address:
-            adamw_reference_(weight, gradient, state, coefficients)
+        call = rule.host_call(weight, gradient, state, coefficients) if self._address else None
+        if call is None:
+            rule.update_(weight, gradient, state, coefficients)
             return lambda: None
-        moments = (state.first, state.second, state.first_scale, state.second_scale)
-        tensors = (weight, gradient, state.remainder, *moments, coefficients)
-        assert all(t.is_contiguous() for t in tensors), "kernels take flat tensors"
-        function = 2 * list(FORMATS).index(state.states.name) + (weight.dtype is torch.float32)
-        job = _Job(*(t.data_ptr() for t in tensors), state.start, state.salt, function)
+        assert self._library is not None, "it has an address"
         library, pool, size = self._library, ctypes.c_void_p(self._address), ctypes.c_int64(weight.numel())
-        number = library.pool_begin(pool, library.adamw_range, ctypes.byref(job), size, ctypes.c_int64(PART))
+        number = library.pool_begin(pool, call.function, ctypes.byref(call.job), size, ctypes.c_int64(PART))
 
-        def wait(_used: Sequence[object] = (job, tensors)) -> None:  # which must live until then
+        def wait(_used: HostCall = call) -> None:  # which must live until then
             library.pool_wait(pool, ctypes.c_uint64(number))
 
         return wait
 
-    def adamw_(self, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> None:
+    def update_(self, rule: Rule, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> None:
         """Update and wait."""
-        if wait := self.begin(weight, gradient, state, coefficients):
+        if wait := self.begin(rule, weight, gradient, state, coefficients):
             wait()
 
     def close(self) -> None:

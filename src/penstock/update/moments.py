@@ -40,34 +40,35 @@ MAGNITUDE = 0x7FFFFFFF
 
 def read_moments(state: StateView) -> tuple[Tensor, Tensor]:
     """Both moments in fp32."""
-    if state.states.name != "int8":
-        return state.first.float(), state.second.float()
-    n = state.first.numel()
-    first, second = state.first.float() * (1 / FIRST_CODES), state.second.float() * (1 / SECOND_CODES)
+    if state.format.name != "int8":
+        return state["first"].float(), state["second"].float()
+    n = state["first"].numel()
+    first, second = state["first"].float() * (1 / FIRST_CODES), state["second"].float() * (1 / SECOND_CODES)
     square = second * second
-    return (first * first.abs()) * _spread(state.first_scale, n), (square * square) * _spread(state.second_scale, n)
+    m_scale, v_scale = _spread(state["first_scale"], n), _spread(state["second_scale"], n)
+    return (first * first.abs()) * m_scale, (square * square) * v_scale
 
 
 def write_moments(state: StateView, first: Tensor, second: Tensor, seed: Tensor) -> None:
     """Round both moments and put them away. `seed` is that of the step."""
-    if state.states.name == "fp32":
-        state.first.copy_(first)
-        state.second.copy_(second)
+    if state.format.name == "fp32":
+        state["first"].copy_(first)
+        state["second"].copy_(second)
         return
     for_first, for_second = random_bits(state, seed)
-    if state.states.name == "bf16":
-        state.first.copy_(_round_to_bf16(first, for_first))
-        state.second.copy_(_round_to_bf16(second, for_second))
+    if state.format.name == "bf16":
+        state["first"].copy_(_round_to_bf16(first, for_first))
+        state["second"].copy_(_round_to_bf16(second, for_second))
         return
-    state.first_scale.copy_(_scales(first))
-    state.second_scale.copy_(_scales(second))
-    state.first.copy_(_first_codes(first, state.first_scale, for_first))
-    state.second.copy_(_second_codes(second, state.second_scale, for_second))
+    state["first_scale"].copy_(_scales(first))
+    state["second_scale"].copy_(_scales(second))
+    state["first"].copy_(_first_codes(first, state["first_scale"], for_first))
+    state["second"].copy_(_second_codes(second, state["second_scale"], for_second))
 
 
 def random_bits(state: StateView, seed: Tensor) -> tuple[Tensor, Tensor]:
     """16 random bits for the first moment of every element, and 16 for the second, in int64."""
-    index = torch.arange(state.start, state.start + state.first.numel(), device=state.first.device) & 0xFFFFFFFF
+    index = torch.arange(state.start, state.start + state["first"].numel(), device=state["first"].device) & 0xFFFFFFFF
     bits = mix(index ^ mix(mix(seed.to(torch.int64)) ^ state.salt))
     return bits & 0xFFFF, bits >> 16
 

@@ -1,0 +1,144 @@
+"""The queue of all large copies in one direction of the link: the most urgent first, and few of them under way.
+
+The copy engine of a direction makes copies in the order in which they were enqueued, whatever their stream: what is
+enqueued cannot be overtaken, and one that waits for something holds up all behind it. Streamed state always has more to
+bring, so a copy that the model waits for would stand behind all of it (0.7 s a step of qwen3-14b on an H200,
+benchmarks/results/2026-11-15-h200/timelines.jsonl). So only a few milliseconds' worth is given to the device at a time,
+and the rest waits here, by deadline: the number of the unit that needs it. Small numbers are not copied at all: they go
+in as arguments of kernels (`update/rule.py`) and come out on a lane of their own (`Streams.to_host`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from penstock.flow.lanes import Mark, Streams
+from penstock.flow.timeline import LaneName
+
+NOW = -1
+"""The deadline of what goes at once: the model waits for it already, or its memory is wanted."""
+UNDER_WAY_BYTES = 2**29
+"""What the device is given ahead: ten milliseconds of PCIe 5, longer than a thread waits for the interpreter."""
+
+
+@dataclass(order=True)
+class _Waiting:
+    deadline: int
+    number: int
+    """Of equals the first that was given."""
+    num_bytes: int = field(compare=False)
+    begin: Callable[[], Mark] = field(compare=False)
+    future: Future[Mark] = field(compare=False)
+
+
+class Transfers:
+    """One direction."""
+
+    def __init__(self, name: LaneName, streams: Streams) -> None:
+        self._streams, self._lane = streams, streams.lane(name)
+        self._thread: Executor | None = None
+        self._lock = threading.Lock()
+        self._waiting: list[_Waiting] = []
+        self._under_way: deque[tuple[Mark, int]] = deque()
+        self._numbers = itertools.count()
+        self._pumping = False
+
+    def copy(
+        self, target: Tensor, source: Tensor, *, deadline: int, after: Mark | None = None, label: LaneName | None = None
+    ) -> Future[Mark]:
+        """Copy, on the device not before `after`. The result, there once the copy is enqueued, is the mark after it."""
+
+        def begin() -> Mark:
+            if after is not None:
+                self._lane.wait(after)  # whoever makes the source, or reads the target, is still at it
+            with torch.no_grad(), self._lane.work(label):
+                target.copy_(source, non_blocking=True)
+            for tensor in (target, source):
+                self._lane.uses(tensor)  # or the allocator would give its memory away in mid-copy
+            return self._lane.mark()
+
+        future: Future[Mark] = Future()
+        transfer = _Waiting(deadline, next(self._numbers), source.nbytes, begin, future)
+        with self._lock:
+            if deadline == NOW:
+                self._begin(transfer)
+            else:
+                heapq.heappush(self._waiting, transfer)
+                self._begin_those_with_room()
+            begin_pumping = bool(self._waiting) and not self._pumping
+            self._pumping = self._pumping or begin_pumping
+        if begin_pumping:
+            self._thread = self._thread or self._streams.thread(f"penstock-{self._lane.name}")
+            self._thread.submit(self._pump)
+        return future
+
+    def mark(self) -> Mark:
+        """The point after all copies that were asked for so far; those that still wait here begin now."""
+        with self._lock:
+            while self._waiting:
+                self._begin(heapq.heappop(self._waiting))
+            return self._lane.mark()
+
+    @contextmanager
+    def for_the_model(self) -> Iterator[list[Tensor]]:
+        """What is copied inside goes at once, and the model waits for it. List what was made."""
+        made: list[Tensor] = []
+        with self._lane.current():
+            yield made
+        self._streams.main_waits(self._lane.mark())
+        for tensor in made:
+            self._streams.main_uses(tensor)
+
+    def _begin(self, transfer: _Waiting) -> None:
+        try:
+            mark = transfer.begin()
+        except BaseException as error:  # whoever asked for it is told
+            transfer.future.set_exception(error)
+            return
+        self._under_way.append((mark, transfer.num_bytes))
+        transfer.future.set_result(mark)
+
+    def _begin_those_with_room(self) -> None:
+        while self._under_way and self._under_way[0][0].ready():
+            self._under_way.popleft()
+        while self._waiting:
+            under_way = sum(num_bytes for _, num_bytes in self._under_way)
+            if self._under_way and under_way + self._waiting[0].num_bytes > UNDER_WAY_BYTES:
+                return
+            self._begin(heapq.heappop(self._waiting))
+
+    def _pump(self) -> None:
+        """Begin those that wait, as the device gets through those before them."""
+        while True:
+            with self._lock:
+                self._begin_those_with_room()
+                if not self._waiting:
+                    self._pumping = False
+                    return
+                first = self._under_way[0][0]
+            first.wait_on_host()
+
+
+class Link:
+    """Both directions between the host and one device."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self.to_device, self.to_host = Transfers("in", streams), Transfers("out", streams)
+
+
+@cache
+def link_of(device: torch.device) -> Link:
+    """The link of a device, which everybody in this process shares."""
+    return Link(Streams(device))

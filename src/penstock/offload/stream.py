@@ -1,0 +1,121 @@
+"""`stream`: state in an arena; a chunk travels into a slot, is updated on the device, and travels home."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from penstock.flow.arena import Arena
+from penstock.flow.lanes import Mark
+from penstock.flow.slots import SlotRing
+from penstock.offload.homes import Surroundings, Update, update_on_device
+from penstock.plan.layout import NUM_SLOTS, Chunk, padded
+from penstock.update.formats import view_state
+
+
+class StreamHome:
+    """A ring of slots, and a thread that takes the chunks of a step through it.
+
+    The thread asks for a copy only when its slot is free. Enqueueing all of them at once was rejected: a copy that
+    waits for its slot would hold up the next batch and the weights of `host`. Some chunks come before their update,
+    into memory of their own, while backward still runs (`prefetch.py`).
+    """
+
+    name = "stream"
+
+    def __init__(
+        self, chunks: Sequence[Chunk], around: Surroundings, *, cores: Sequence[int], most_waiting: int = 0
+    ) -> None:
+        """`most_waiting`: chunks that may wait for a slot, whose gradients take memory meanwhile; 0: all of them."""
+        self._link, self._streams, self._rule = around.link, around.link.streams, around.rule
+        self._deadlines, self.chunks = around.deadlines, list(chunks)
+        pinned = self._streams.device.type == "cuda"
+        self.arena = Arena(sum(padded(c.state_bytes) for c in chunks), pinned=pinned, cores=cores)
+        self._state = {c: self.arena.cut(c.state_bytes) for c in chunks}
+        self._ring = SlotRing(NUM_SLOTS, max(c.state_bytes for c in chunks), self._streams)
+        self._lane = self._streams.lane("update", urgent=True)
+        self._thread = self._streams.thread("penstock-stream")
+        self._home_again: dict[Chunk, Mark] = {}  # after which a chunk's state is back from its last update
+        self._prefetched: dict[Chunk, tuple[Tensor, Mark]] = {}  # the thread's: where each lies, and when it arrives
+        self._prefetched_out: deque[Mark] = deque()
+        self._most_waiting = most_waiting
+        self._waiting: deque[Future[Mark]] = deque()
+
+    def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
+        """It is where it is needed."""
+
+    def update(self, update: Update) -> Future[Mark]:
+        """Queue the chunk for the thread; with `most_waiting`, not before the queue is that short."""
+        future = self._thread.submit(self._update_now, update)
+        if self._most_waiting:
+            self._waiting.append(future)
+            if len(self._waiting) > self._most_waiting:
+                self._waiting.popleft().exception()  # waits; whoever waits for that chunk is told of an error
+        return future
+
+    def prefetch(self, chunk: Chunk, memory: Tensor, free: Mark) -> Future[None]:
+        """Bring a chunk in before its update, into `memory`, which the device still uses until `free`."""
+        return self._thread.submit(self._prefetch_now, chunk, memory, free)
+
+    def forget_prefetched(self) -> Future[None]:
+        """What came and was not updated is void."""
+        return self._thread.submit(self._prefetched.clear)
+
+    @torch.no_grad()
+    def _prefetch_now(self, chunk: Chunk, memory: Tensor, free: Mark) -> None:
+        self._prefetched[chunk] = memory, self._copy_in(chunk, memory, free)
+
+    @torch.no_grad()
+    def _update_now(self, update: Update) -> Mark:
+        """In, update, out, each on its lane; the lanes of different chunks overlap."""
+        chunk, slot = update.chunk, None
+        prefetched = self._prefetched.pop(chunk, None)
+        if prefetched is not None:
+            memory, arrived = prefetched
+            if len(self._prefetched_out) >= NUM_SLOTS:  # or forward would be enqueued before there is memory for it
+                self._prefetched_out.popleft().wait_on_host()
+        else:
+            slot = self._ring.take()
+            memory = slot.memory[: chunk.state_bytes]
+            arrived = self._copy_in(chunk, memory, None)
+        self._lane.wait(arrived)  # or the kernel would read what was in the slot before
+        updated = update_on_device(self._lane, self._rule, update, view_state(chunk, memory))
+        self._lane.uses(memory)
+        deadline = self._deadlines[chunk.parameter]
+        gone = self._link.to_host.copy(self._state[chunk], memory, deadline=deadline, after=updated).result()
+        self._home_again[chunk] = gone
+        if slot is not None:
+            slot.free = gone
+        else:
+            self._prefetched_out.append(gone)
+        return updated
+
+    def _copy_in(self, chunk: Chunk, memory: Tensor, free: Mark | None) -> Mark:
+        self._home_again.get(chunk, Mark()).wait_on_host()  # or, of few chunks, it would set out before it came home
+        deadline = self._deadlines[chunk.parameter]
+        return self._link.to_device.copy(memory, self._state[chunk], deadline=deadline, after=free).result()
+
+    def state(self, chunk: Chunk) -> Tensor:
+        """In the arena, once everything is home. It may be written, so that what was prefetched is void."""
+        self._come_home()
+        return self._state[chunk]
+
+    def _come_home(self) -> None:
+        self.forget_prefetched().result()
+        self._link.to_device.mark().wait_on_host()  # what was prefetched and is not wanted any more reads the arena too
+        self._link.to_host.mark().wait_on_host()
+
+    def weight_was_set(self, chunk: Chunk, weight: Tensor) -> None:
+        """There is no second copy of it."""
+
+    def close(self) -> None:
+        """Let the last chunk come home, then free slots and arena."""
+        self._come_home()
+        self._thread.shutdown()
+        self._state.clear()
+        self._ring.close()
+        self.arena.close()

@@ -1,0 +1,149 @@
+"""The parameters that are trained: numbered, with the units that wait for them, and the hooks by which the model tells.
+
+A unit's forward must wait for the updates of its parameters, and so must whoever saves, loads or copies weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from penstock.errors import RecipeError
+from penstock.flow.lanes import Mark, Streams
+from penstock.model.units import find_units
+from penstock.offload.dtensors import gather_waits, local, local_start
+from penstock.plan.layout import Chunk, StateFormat
+
+
+@dataclass
+class TrainedUnit:
+    """A unit as the optimizer sees it: the numbers of its parameters, and what its next forward must wait for."""
+
+    module: nn.Module
+    parameters: tuple[int, ...]
+    updates: list[Future[Mark]] = field(default_factory=list)
+
+    def wait(self, streams: Streams) -> None:
+        """The calling thread's stream goes on only after this unit's update."""
+        updates, self.updates = self.updates, []  # at once: one that failed is told of once
+        failed: BaseException | None = None
+        if updates:
+            with streams.timeline.on_device("wait"):
+                for update in updates:
+                    failed = failed or update.exception()  # which waits too: the others still write weights
+                    if update.exception() is None:
+                        streams.main_waits(update.result())
+                        gather_waits(self.module, update.result())
+        if failed is not None:
+            raise failed
+
+
+@dataclass(frozen=True)
+class Trained:
+    """All of them."""
+
+    parameters: tuple[nn.Parameter, ...]
+    units: tuple[TrainedUnit, ...]
+    """In the order of forward."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.parameters[0].device
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 has sharded them."""
+        return isinstance(self.parameters[0], DTensor)
+
+    def deadlines(self) -> list[int]:
+        """By parameter, the number of its unit."""
+        found = [0] * len(self.parameters)
+        for number, unit in enumerate(self.units):
+            for index in unit.parameters:
+                found[index] = number
+        return found
+
+    def whole_chunks(self, format: StateFormat) -> list[Chunk]:
+        """Every parameter, or this rank's shard of it, as one chunk, in the order of forward."""
+        found = []
+        for index in (index for unit in self.units for index in unit.parameters):
+            p = self.parameters[index]
+            found.append(Chunk(index, 0, local(p).numel(), format, p.itemsize, local_start(p)))
+        return found
+
+
+def find_trained(
+    model: nn.Module, groups: Iterable[Mapping[str, Any]] | None, chosen: Iterable[nn.Module] | None
+) -> Trained:
+    """Parameters of the groups in their order, or all that are trainable, with the units that hold them.
+
+    `chosen`: modules that are called as a whole, if those are not the elements of each ModuleList.
+    """
+    if groups is None:
+        groups = [{"params": list(model.parameters())}]
+    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+    index_of = {id(p): i for i, p in enumerate(parameters)}
+    units = []
+    for unit in find_units(model, chosen):
+        indices = tuple(index_of.pop(id(p)) for p in unit.parameters if id(p) in index_of)
+        if indices:
+            units.append(TrainedUnit(unit.module, indices))
+    if index_of:
+        what = f"{len(index_of)} of the parameters to train are not in the model"
+        raise RecipeError(what, where="params", remedy="Give the model that they belong to, or leave params out.")
+    return Trained(tuple(parameters), tuple(units))
+
+
+def attach(
+    trained: Trained, streams: Streams, gradient_came: Callable[[int, TrainedUnit], None]
+) -> list[RemovableHandle]:
+    """Hooks: a unit's forward waits for its update, and `gradient_came` is told of every gradient, by its number."""
+    hooks: list[RemovableHandle] = []
+    for unit in trained.units:
+        wait = _only(unit.module, lambda unit=unit: unit.wait(streams))  # type: ignore[misc]
+        # First of the module's hooks: FSDP2 gathers the weights in one of its own, and would gather the old ones.
+        hooks.append(unit.module.register_forward_pre_hook(wait, prepend=True))
+        for index in unit.parameters:
+            hook = cast(Callable[[Tensor], None], lambda p, i=index, u=unit: gradient_came(i, u))
+            hooks.append(trained.parameters[index].register_post_accumulate_grad_hook(hook))
+    return hooks
+
+
+def attach_to_files(
+    model: nn.Module,
+    parameters: Sequence[Tensor],
+    synchronize: Callable[[], None],
+    were_set: Callable[[Sequence[int]], None],
+) -> list[RemovableHandle]:
+    """Hooks: whoever saves or loads weights waits for all updates, and `were_set` is told which ones were loaded.
+
+    They are on every module that has weights of its own: a part of the model may be saved or loaded alone.
+    """
+    index_of = {id(p): i for i, p in enumerate(parameters)}
+    hooks: list[RemovableHandle] = []
+    for module in model.modules():
+        own = [index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of]
+        if own:
+            loaded = _only(module, lambda own=own: were_set(own))  # type: ignore[misc]
+            hooks.append(module.register_state_dict_pre_hook(_only(module, synchronize)))
+            hooks.append(module.register_load_state_dict_pre_hook(_only(module, synchronize)))
+            hooks.append(module.register_load_state_dict_post_hook(loaded))
+    return hooks
+
+
+def _only(module: nn.Module, act: Callable[[], None]) -> Callable[..., None]:
+    """A hook of `module` that does nothing for a copy of it: copies of a module have its hooks."""
+
+    def hook(called: nn.Module, *_: object) -> None:
+        if called is module:
+            act()
+
+    return hook

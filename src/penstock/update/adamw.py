@@ -1,0 +1,146 @@
+"""AdamW, three ways to run it, the same bits from each: plain torch, C on the CPU, Triton on the GPU.
+
+The order of operations is fixed and every operation is IEEE: no fused multiply-add, correctly rounded square root and
+division. The scalars of a step are rounded to fp32 once and shared. So where a chunk is updated cannot be seen in the
+result, and state may move freely between homes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from penstock.plan.layout import FORMATS
+from penstock.update.formats import StateView
+from penstock.update.host_threads import host_library, pointer
+from penstock.update.master import join, split
+from penstock.update.moments import exact_root, read_moments, write_moments
+from penstock.update.rule import GO, SCALE, Groups, HostCall, device_rows
+
+# The columns after SCALE and GO, all fp32. `SEED` is the number of the step, for stochastic rounding: a whole number
+# under 2^24, so fp32 holds it exactly. The C and Triton kernels know the same order.
+BETA1, BETA1_REST, BETA2, BETA2_REST, ROOT_CORRECTION2, EPS, DECAY, STEP_SIZE, SEED = range(2, 11)
+NUM_COEFFICIENTS = 11
+NUM_SEEDS = 1 << 24
+
+
+class _Job(ctypes.Structure):
+    """Must match `job` in host_kernel.c."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("remainder", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("second", ctypes.c_void_p),
+        ("first_scale", ctypes.c_void_p),
+        ("second_scale", ctypes.c_void_p),
+        ("scalars", ctypes.c_void_p),
+        ("start", ctypes.c_int64),
+        ("salt", ctypes.c_uint32),
+        ("function", ctypes.c_int32),
+    )
+
+
+class AdamW:
+    """The rule."""
+
+    name = "AdamW"
+    num_coefficients = NUM_COEFFICIENTS
+    formats = FORMATS
+    saved_names: Mapping[str, str] = {
+        "first": "exp_avg",
+        "second": "exp_avg_sq",
+        "first_scale": "exp_avg_scale",
+        "second_scale": "exp_avg_sq_scale",
+    }
+
+    def scalars(self, num_groups: int, device: torch.device) -> AdamWScalars:
+        """As before the first step."""
+        return AdamWScalars(num_groups, device)
+
+    def update_(self, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> None:
+        """With the fastest kernel there is for the device."""
+        if weight.is_cuda:
+            from penstock.update.gpu_kernels import launch_adamw
+
+            launch_adamw(weight, gradient, state, coefficients)
+        elif coefficients[GO]:
+            call = self.host_call(weight, gradient, state, coefficients)
+            if call is None:
+                adamw_reference_(weight, gradient, state, coefficients)
+            else:
+                call.function(ctypes.byref(call.job), ctypes.c_int64(0), ctypes.c_int64(weight.numel()))
+
+    def host_call(self, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> HostCall | None:
+        """None where there was no compiler."""
+        library = host_library()
+        if library is None:
+            return None
+        parts = [state.get(name) for name in ("remainder", "first", "second", "first_scale", "second_scale")]
+        pointers = map(pointer, (weight, gradient, *parts, coefficients))
+        function = 2 * list(FORMATS).index(state.format.name) + (weight.dtype is torch.float32)
+        keeps = (weight, gradient, *state.tensors.values(), coefficients)
+        return HostCall(library.adamw_range, _Job(*pointers, state.start, state.salt, function), keeps)
+
+
+def adamw_reference_(weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> None:
+    """The same in plain torch: what the other two are checked against, and the fallback without a compiler."""
+    c = coefficients
+    g = gradient.float() * c[SCALE]
+    master = join(weight, state["remainder"]) if weight.dtype is torch.bfloat16 else weight
+    first, second = read_moments(state)
+    first = first * c[BETA1] + g * c[BETA1_REST]
+    second = second * c[BETA2] + (g * g) * c[BETA2_REST]
+    write_moments(state, first, second, c[SEED])
+    denominator = exact_root(second) / c[ROOT_CORRECTION2] + c[EPS]
+    master = master * c[DECAY] - c[STEP_SIZE] * (first / denominator)
+    if weight.dtype is torch.bfloat16:
+        rounded, remainder = split(master)
+        weight.copy_(rounded)
+        state["remainder"].copy_(remainder)
+    else:
+        weight.copy_(master)
+
+
+class AdamWScalars:
+    """Step count, and powers of the betas, which advance by multiplication in fp64: the same bits on every device.
+
+    A power function would not give them.
+    """
+
+    def __init__(self, num_groups: int, device: torch.device) -> None:
+        self._device = device
+        self._steps = torch.zeros((), dtype=torch.int64, device=device)
+        self._powers = torch.ones(num_groups, 2, dtype=torch.float64, device=device)  # beta1^t, beta2^t
+
+    def coefficients(self, groups: Groups) -> Tensor:
+        """The row of each group for the step that would come next, unclipped and set to go."""
+        columns = [[g["betas"][0], g["betas"][1], g["lr"], g["weight_decay"], g["eps"]] for g in groups]
+        beta1, beta2, lr, weight_decay, eps = device_rows(columns, self._device).unbind(1)
+        power1, power2 = (self._powers * torch.stack((beta1, beta2), dim=1)).unbind(1)
+        ones = torch.ones_like(lr)
+        seed = ones * (self._steps % NUM_SEEDS)
+        rows = (
+            ones, ones, beta1, 1 - beta1, beta2, 1 - beta2, (1 - power2).sqrt(), eps, 1 - lr * weight_decay,
+            lr / (1 - power1), seed,
+        )  # fmt: skip
+        assert len(rows) == NUM_COEFFICIENTS
+        return torch.stack(rows, dim=1).float()
+
+    def advance(self, groups: Groups, applied: Tensor) -> None:
+        """Count the step if it was applied."""
+        betas = device_rows([list(g["betas"]) for g in groups], self._device)
+        self._powers = torch.where(applied, self._powers * betas, self._powers)
+        self._steps = self._steps + applied
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Count of steps applied, and powers."""
+        return {"steps": self._steps, "powers": self._powers}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take them back."""
+        self._steps, self._powers = tensors["steps"].to(self._device), tensors["powers"].to(self._device)
