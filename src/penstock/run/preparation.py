@@ -27,7 +27,7 @@ from penstock.model.load_rows import build_sharded
 from penstock.plan.layout import state_bytes
 from penstock.plan.predict import Plan
 from penstock.plan.report import make_plan, short, with_recompute
-from penstock.recipe.recipe import Recipe, dials, to_dict
+from penstock.recipe.recipe import Recipe, recompute_by_layer, to_dict
 from penstock.report.console import Console
 
 
@@ -53,7 +53,7 @@ def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resum
     make_repeatable(recipe)
     config, tokenizer = load_config(recipe), load_tokenizer(recipe)
     if layers := getattr(config.get_text_config(), "num_hidden_layers", 0):
-        dials(recipe.recompute, layers)  # says so if there are not so many
+        recompute_by_layer(recipe.recompute, layers)  # says so if there are not so many
     with console.phase(f"Reading {recipe.data}"), world.in_turn():
         data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say)
     steps = math.ceil(recipe.epochs * data.train.steps_per_epoch())
