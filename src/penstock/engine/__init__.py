@@ -56,7 +56,7 @@ class UnitState:
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryUse:
     """Memory of one place (`gpu` or `host`) and what it is for."""
 
     place: str
@@ -97,7 +97,7 @@ class Engine(Protocol):
     def placement(self) -> list[UnitState]:
         """Where every byte of state lives, by unit."""
 
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryUse]:
         """What takes memory now, and on a GPU at its peak."""
 
     def start_tape(self) -> None:
