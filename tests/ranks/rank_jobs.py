@@ -63,8 +63,8 @@ def tiny(preset="llama-8b", **changes):
 def load(world, recipe):
     config = load_config(recipe)
     if world.many:
-        sharded = load_for_ranks(recipe, config, CPU, world.size, silent)
-        return sharded.model, sharded.remainders
+        own = load_for_ranks(recipe, config, CPU, world.size, silent)
+        return own.model, own.remainders
     return load_model(recipe, config, CPU, silent), {}
 
 
@@ -278,7 +278,7 @@ def refused(directory, method, gguf):
 
 
 def exporting(directory, preset, model="", modules=""):
-    """Export a sharded model in small files, after a step's worth of change."""
+    """Export a model whose rows lie on ranks in small files, after a step's worth of change."""
     world = find_world()
     export_ranks.FILE_BYTES = 40_000
     recipe = tiny(preset, init="random")
@@ -289,7 +289,7 @@ def exporting(directory, preset, model="", modules=""):
         model, _ = load(world, recipe)
         tokenizer = load_tokenizer(recipe)
         use_attention(model, "auto")
-        export_ranks.export_sharded(model, tokenizer, Path(directory), recipe, world, print)
+        export_ranks.export_from_ranks(model, tokenizer, Path(directory), recipe, world, print)
         return {name: whole(p) for name, p in model.named_parameters()}
 
 
@@ -314,7 +314,7 @@ def refusing(directory, **options):
 def interrupting(directory):
     """Whether the model is there when a run ends that a signal stops, if one rank writes it for all, and slowly.
 
-    As with DeepSpeed, every rank has an engine that is not sharded; here one of its own, which knows no others.
+    As with DeepSpeed, ranks do not share tensors: here each has an engine of its own, which knows no others.
     """
     world, export = find_world(), penstock.run.train.export
 

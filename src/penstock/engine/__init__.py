@@ -68,10 +68,10 @@ class Engine(Protocol):
     """Weights, gradients and optimizer state of one run."""
 
     model: PreTrainedModel
-    sharded: bool
-    """Whether ranks hold parts of the same tensors, also after `release`: then the first one writes and reads for all,
-    and running the model takes all of them. Otherwise each has tensors of its own to save, and after `release` the
-    first has the whole model."""
+    rows_on_ranks: bool
+    """Whether each rank has its rows of the same tensors (FSDP2), also after `release`: then the first one writes and
+    reads for all, and running the model takes all of them. Otherwise each has tensors of its own to save, and after
+    `release` the first has the whole model."""
 
     def begin(self, lr: float) -> None:
         """A step begins. Its learning rate is wanted now, since weights may be updated during backward."""

@@ -58,7 +58,7 @@ class _PackedLoss(nn.Module):
 class DeepSpeedEngine:
     """One rank of ZeRO-3."""
 
-    sharded = False
+    rows_on_ranks = False
 
     def __init__(
         self, model: PreTrainedModel, recipe: Recipe, say: Callable[[str], None], world: World = ALONE

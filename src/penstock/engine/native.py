@@ -27,7 +27,7 @@ from penstock.recipe.recipe import Recipe, parse_homes
 
 
 class NativeEngine:
-    """One device, or this rank's device among several (`fsdp.py` has then sharded the model)."""
+    """One device, or this rank's device among several (`fsdp.py` has then left it its rows of each weight)."""
 
     optimizer: OffloadAdamW
 
@@ -39,7 +39,7 @@ class NativeEngine:
         world: World = ALONE,
         remainders: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
-        self.model, self._recipe, self._world, self.sharded = model, recipe, world, world.many
+        self.model, self._recipe, self._world, self.rows_on_ranks = model, recipe, world, world.many
         # First of all: what is compiled, and what the trial takes, depends on the precision that is trained in.
         remainders = rounded_off(model, torch.bfloat16 if recipe.dtype == "bf16" else None, remainders or {})
         self.packed = PackedModel(model, recipe, say)

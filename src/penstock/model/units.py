@@ -38,7 +38,7 @@ class Head:
 
     @property
     def weight(self) -> Tensor:
-        """Read anew each time: sharding and loading replace parameters."""
+        """Read anew each time: FSDP2 and loading replace parameters."""
         weight: Tensor = self.module.weight  # type: ignore[assignment]
         return weight
 

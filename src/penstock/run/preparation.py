@@ -23,7 +23,7 @@ from penstock.engine.ranks import ALONE, World
 from penstock.errors import UserError, counted
 from penstock.machine.hardware import describe, pick_compile, pick_device, pick_dtype
 from penstock.model.load import load_config, load_tokenizer
-from penstock.model.load_rows import build_sharded
+from penstock.model.load_rows import build_on_meta
 from penstock.plan.layout import state_bytes
 from penstock.plan.predict import Plan
 from penstock.plan.report import make_plan, short, with_recompute
@@ -80,7 +80,7 @@ def foresee_disk(run: Run, first_step: int) -> None:
     if run.recipe.engine == "deepspeed":
         return
     dtype = torch.bfloat16 if run.recipe.dtype == "bf16" else torch.float32
-    model = build_sharded(run.recipe, run.config, dtype, lambda model: model.tie_weights())
+    model = build_on_meta(run.recipe, run.config, dtype, lambda model: model.tie_weights())
     weights = sum(p.nbytes for p in model.parameters())
     state = sum(state_bytes(p.numel(), run.recipe.states, dtype.itemsize) for p in model.parameters())
     check_disk(run, first_step, weights + state, weights)

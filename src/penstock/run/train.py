@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.checkpoint.export import export, mend_generation
-from penstock.checkpoint.export_ranks import export_sharded
+from penstock.checkpoint.export_ranks import export_from_ranks
 from penstock.checkpoint.lock import claim
 from penstock.checkpoint.resume import (
     Identity,
@@ -142,14 +142,14 @@ def train(
             cut_off = metrics.rows[-1].step < run.total_steps
             if not cut_off or not recipe.keep:
                 with console.phase(f"Exporting to {model_dir}"):
-                    if engine.sharded:
-                        export_sharded(model, run.tokenizer, model_dir, recipe, world, console.say)
+                    if engine.rows_on_ranks:
+                        export_from_ranks(model, run.tokenizer, model_dir, recipe, world, console.say)
                     elif world.first:
                         export(model, run.tokenizer, model_dir, trust_remote_code=recipe.trust_remote_code)
         if cut_off:
             world.largest(0)  # or a rank that ends would end the one that still writes the model
             raise interrupted(recipe, stop, metrics.rows[-1].step, run.total_steps)
-        has_model = engine.sharded or world.first
+        has_model = engine.rows_on_ranks or world.first
         after = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt and has_model else ""
         dialogue = Answer(recipe.prompt, before, after) if recipe.prompt else None
         summary = summarize(metrics, model_dir, run_dir, dialogue)
@@ -175,11 +175,11 @@ def claimed(run_dir: Path, resume: str, world: World, *, overwrite: bool) -> Ite
 
 
 def load(run: Run, console: Console, world: World) -> tuple[PreTrainedModel, dict[nn.Parameter, Tensor]]:
-    """The model, or this rank's shards of it, and what its weights lost in rounding if that is known already."""
+    """The model, or this rank's rows of it, and what its weights lost in rounding if that is known already."""
     if not world.many or run.recipe.engine == "deepspeed":
         return load_model(run.recipe, run.config, load_device(run.recipe, run.device, world), console.say), {}
-    sharded = load_for_ranks(run.recipe, run.config, run.device, world.size, console.say)
-    return sharded.model, sharded.remainders
+    own = load_for_ranks(run.recipe, run.config, run.device, world.size, console.say)
+    return own.model, own.remainders
 
 
 def end_tokens(run: Run) -> set[int]:
@@ -233,7 +233,7 @@ def check_disk_of(engine: Engine, run: Run, first_step: int, world: World = ALON
     """Before the first step, see that there is room for all that the run will write. All ranks take part."""
     sizes = {group: sum(t.num_bytes for t in tensors) for group, tensors in engine.saved_tensors().items()}
     checkpoint_bytes = sum(sizes.values())
-    if not engine.sharded:  # each rank has tensors of its own
+    if not engine.rows_on_ranks:  # each rank has tensors of its own
         checkpoint_bytes = int(world.total(torch.tensor(checkpoint_bytes)))
     world.share(lambda: check_disk(run, first_step, checkpoint_bytes, sizes["weights"]))
 
