@@ -135,7 +135,7 @@ def test_a_checkpoint_with_such_a_generation_config_is_exported(tmp_path, monkey
     run, changes = tmp_path / "run", {"max_steps": 1, "batch_size": 1, "prompt": None, "dtype": "fp32"}
     recipe = replace(PRESETS["demo"], model=str(tmp_path / "old"), output_dir=str(run), **changes)
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.run.train.mend_generation", lambda *_: None)
+        patch.setattr("penstock.run.loading.mend_generation", lambda *_: None)
         with pytest.raises(ValueError, match="GenerationConfig is invalid"):
             train(recipe, Console(quiet=True))
     export_run(run, tmp_path / "out", file_size="5GB", say=lambda _: None)

@@ -18,6 +18,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import dynamic_module_utils
 
+import penstock.run.loading
 import penstock.run.train
 from penstock.checkpoint import export_ranks
 from penstock.checkpoint.resume import model_fingerprint
@@ -317,6 +318,7 @@ def interrupting(directory):
     As with DeepSpeed, ranks do not share tensors: here each has an engine of its own, which knows no others.
     """
     world, export = find_world(), penstock.run.train.export
+    steps = penstock.run.train.run_steps
 
     def load(run, console, world):
         return load_model(run.recipe, run.config, CPU, silent), {}
@@ -324,19 +326,18 @@ def interrupting(directory):
     def start_engine(model, remainders, run, saved, console, world):
         return NativeEngine(model, run.recipe, silent, ALONE), ""
 
-    def run_steps(run, engine, metrics, recorder, stop, *others):
+    def run_steps(start, loaded, records, stop, *others):
         stop.number = signal.SIGTERM
-        return steps(run, engine, metrics, recorder, stop, *others)
+        return steps(start, loaded, records, stop, *others)
 
     def slowly(*args, **options):
         time.sleep(1)
         export(*args, **options)
 
-    steps, module = penstock.run.train.run_steps, penstock.run.train
     recipe = tiny("demo", output_dir=directory, keep=0, max_steps=3, prompt=None)
     with (
-        mock.patch.multiple(module, load=load, start_engine=start_engine, run_steps=run_steps, export=slowly),
-        mock.patch.object(module, "check_disk_of"),
+        mock.patch.multiple(penstock.run.loading, load=load, start_engine=start_engine, check_disk_of=mock.DEFAULT),
+        mock.patch.multiple(penstock.run.train, run_steps=run_steps, export=slowly),
     ):
         try:
             penstock.run.train.train(recipe, Console(quiet=True), world=world)

@@ -15,9 +15,9 @@ import yaml
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from penstock.bench.this_machine import known_machine, this_machine
-from penstock.checkpoint.resume import as_begun, check_same_run, find_start, goes_on_in, verify_saved
+from penstock.checkpoint.resume import Saved, as_begun, check_same_run, find_start, goes_on_in, verify_saved
 from penstock.checkpoint.run_dir import check_room, check_run_dir
-from penstock.data.loader import Dataset, prepare
+from penstock.data.loader import Dataset, Position, prepare
 from penstock.engine.deepspeed_start import can_save, check_deepspeed
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import UserError, counted
@@ -41,6 +41,27 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     data: Dataset
     total_steps: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run with what the plan chose for it, and the checkpoint that it goes on from, if any."""
+
+    run: Run
+    plan: Plan | None
+    saved: Saved | None
+
+    @property
+    def first_step(self) -> int:
+        """The next step; they count from 1."""
+        return self.saved.step + 1 if self.saved else 1
+
+    @property
+    def position(self) -> Position:
+        """Where the next step begins. If the data was changed by force, its place may be beyond their end."""
+        position = self.saved.position if self.saved else Position()
+        in_data = position.row < self.run.data.train.num_rows
+        return position if in_data else Position(position.epoch + 1, 0)
 
 
 def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resume: bool = False) -> Run:
