@@ -117,7 +117,7 @@ class Panel:
         if self._row is None:
             parts.append(Text("waiting for the first step", style="dim"))
         else:
-            parts.append(self._numbers(inner, narrow))
+            parts.append(self._numbers(narrow))
             curve = list(self._curve(inner)) if height >= SHORT else []
             parts += [Text(), *curve] if curve else []
             parts += [Text(), *self._bars(inner)]
@@ -139,7 +139,7 @@ class Panel:
         cells = max(4, width - len(label))
         return _bar([(step / max(1, self._total), "cyan")], cells).append(label)
 
-    def _numbers(self, width: int, narrow: bool) -> RenderableType:
+    def _numbers(self, narrow: bool) -> RenderableType:
         row, sources = self._row, self._sources
         assert row is not None, "drawn only after a step"
         rate = row.tokens / row.step_seconds if row.step_seconds else 0.0
