@@ -34,7 +34,7 @@ def tokenizer():
 
 
 def test_what_is_written_loads_and_is_the_same(tmp_path, model, tokenizer):
-    export(model, tokenizer, tmp_path / "out", shard_size="2MB")
+    export(model, tokenizer, tmp_path / "out", file_size="2MB")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"} <= names
     assert sum(name.endswith(".safetensors") for name in names) > 1
@@ -60,9 +60,9 @@ def test_a_place_that_cannot_be_written_is_not_called_full(tmp_path, model, toke
 
 
 @pytest.mark.parametrize("size", ["abc", "0", "1"])
-def test_a_shard_size_that_is_none_is_refused(tmp_path, model, tokenizer, size):
+def test_a_file_size_that_is_none_is_refused(tmp_path, model, tokenizer, size):
     with pytest.raises(RecipeError, match=f"--shard-size '{size}': is not a size"):
-        export(model, tokenizer, tmp_path / "m", shard_size=size)
+        export(model, tokenizer, tmp_path / "m", file_size=size)
 
 
 def test_a_weight_that_differs_is_found_by_name(tmp_path, model, tokenizer):
@@ -135,10 +135,10 @@ def test_a_checkpoint_with_such_a_generation_config_is_exported(tmp_path, monkey
     run, changes = tmp_path / "run", {"max_steps": 1, "batch_size": 1, "prompt": None, "dtype": "fp32"}
     recipe = replace(PRESETS["demo"], model=str(tmp_path / "old"), output_dir=str(run), **changes)
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.run.train.mend_generation", lambda *_: None)
+        patch.setattr("penstock.run.loading.mend_generation", lambda *_: None)
         with pytest.raises(ValueError, match="GenerationConfig is invalid"):
             train(recipe, Console(quiet=True))
-    export_run(run, tmp_path / "out", shard_size="5GB", say=lambda _: None)
+    export_run(run, tmp_path / "out", file_size="5GB", say=lambda _: None)
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert (written["do_sample"], written["temperature"], written["eos_token_id"]) == (True, 0.9, 2)
     train(recipe, Console(quiet=True), overwrite=True)

@@ -133,7 +133,7 @@ def test_a_signal_before_the_first_step_is_said(number, code, tmp_path, monkeypa
             raise AssertionError("swallowed") from error
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("penstock.run.train.load", loads_for_long)
+    monkeypatch.setattr("penstock.run.loading.load", loads_for_long)
     assert main(["train", "demo", "--json", "--output-dir", str(tmp_path / "run")]) == code
     said = capsys.readouterr()
     assert f"stopped by {number.name} while no step was under way" in said.err

@@ -135,7 +135,7 @@ def compare(changes, directory):
         one_by_one = dataclasses.replace(recipe, micro_batch_size=1)
         found[f"{name}_eval"] = engine.evaluate(rows_of(rank, ranks, one_by_one, 3))
         found[f"{name}_state"] = [dataclasses.asdict(unit) for unit in engine.placement()]
-        found[f"{name}_memory"] = [dataclasses.asdict(held) for held in engine.memory()]
+        found[f"{name}_memory"] = [dataclasses.asdict(use) for use in engine.memory()]
         engine.release()
         found[f"{name}_weights"] = [p.detach().float() for p in engine.model.parameters()]
     ours, theirs = found.pop("ours_weights"), found.pop("theirs_weights")

@@ -1,11 +1,11 @@
 """Streams, lanes, marks and threads that check happens-before for every byte that is read or written.
 
-Work of a lane runs when it is enqueued, and that of a thread at once, or, of a `late` one, when somebody waits for it; so
-results are right whatever the waits say. What is checked is whether they would be
-right on a device: every host thread and every stream has a vector clock, which marks and futures carry from one to the
-other. An operation of torch is an access of the stream or thread in which it would run; two accesses of the same bytes,
-one of them a write, of which neither happened before the other, are a race. So is memory that is given back to the
-allocator while another stream than its own may still work with it.
+Work of a lane runs when it is enqueued, and that of a thread at once, or, of a `late` one, when somebody waits for it;
+so results are right whatever the waits say. What is checked is whether they would be right on a device: every host
+thread and every stream has a vector clock, which marks, futures and locks carry from one to the other. An operation of
+torch is an access of the stream or thread in which it would run; two accesses of the same bytes, one of them a write,
+of which neither happened before the other, are a race. So is memory that is given back to the allocator while another
+stream than its own may still work with it.
 
 A wait can be left out, by the place in the source from which it is called: see `tests/offload/test_waits.py`.
 """
@@ -56,7 +56,7 @@ class Everybody(set):
 
 
 class Checker(TorchDispatchMode):
-    """Vector clocks and accesses. `left_out`: the site of a wait that does nothing; `sites`: those that were reached."""
+    """Vector clocks and accesses. `left_out`: the site of a wait that does nothing; `sites`: those reached."""
 
     def __init__(self, left_out=None, *, ready=True, late=False):
         super().__init__()

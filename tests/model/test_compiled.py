@@ -13,7 +13,7 @@ from penstock.model.loss import packed_loss
 from penstock.model.recompute import set_recompute
 from penstock.offload.optimizer import OffloadAdamW
 from penstock.offload.trained import TrainedUnit
-from penstock.recipe.recipe import dials
+from penstock.recipe.recipe import recompute_by_layer
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +33,8 @@ def gradients(model, *, on, recompute="none", say=lambda _: None):
     units = find_decoder(model)
     use_attention(model, "auto")
     num_layers = len(units.layers)
-    set_recompute(units.layers, dials("none", num_layers))
-    set_recompute(units.layers, set_compile(units.layers, on, say, dials(recompute, num_layers)))
+    set_recompute(units.layers, recompute_by_layer("none", num_layers))
+    set_recompute(units.layers, set_compile(units.layers, on, say, recompute_by_layer(recompute, num_layers)))
     model.zero_grad()
     loss = loss_of(model, units, packed())
     loss.backward()
@@ -79,7 +79,7 @@ def plain_and_compiled(model, device="cpu", compiled=True, recompute="none"):
     segments = Segments.of((0, 16, 32), torch.device(device))
     found = []
     for on in (False, True) if compiled else (False,):
-        set_compile(units.layers, on, pytest.fail, dials(recompute, len(units.layers)))
+        set_compile(units.layers, on, pytest.fail, recompute_by_layer(recompute, len(units.layers)))
         torch._dynamo.utils.counters.clear()
         model.zero_grad()
         loss = packed_loss(units, ids, positions, segments, torch.arange(31, device=device), ids.flatten()[1:])
@@ -106,7 +106,7 @@ def test_compiled_layers_keep_less_when_products_that_widen_are_computed_again(m
         model = tiny_model("llama", hidden_size=32, intermediate_size=96)
         units, sizes = find_decoder(model), []
         use_attention(model, "auto")
-        set_compile(units.layers, True, pytest.fail, dials(recompute, len(units.layers)))
+        set_compile(units.layers, True, pytest.fail, recompute_by_layer(recompute, len(units.layers)))
         ids = torch.randint(3, 90, (2, 25), generator=torch.Generator().manual_seed(0))
         positions, segments = torch.arange(25).expand(2, -1), Segments.of((0, 25, 50), torch.device("cpu"))
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):

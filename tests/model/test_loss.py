@@ -15,7 +15,7 @@ from penstock.model.decoder import find_decoder
 from penstock.model.load import drop_dropout
 from penstock.model.loss import check_logits, loss_sum, packed_loss
 from penstock.model.recompute import set_recompute
-from penstock.recipe.recipe import dials
+from penstock.recipe.recipe import recompute_by_layer
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -173,7 +173,7 @@ def test_one_training_step_lowers_the_loss(name, recompute):
     model, batch = tiny_model(name), packed()
     units = find_decoder(model)
     use_attention(model, "auto")
-    set_recompute(units.layers, dials(recompute, len(units.layers)))
+    set_recompute(units.layers, recompute_by_layer(recompute, len(units.layers)))
     args = (units, batch.input_ids, batch.position_ids, batch.segments, batch.target_index, batch.targets)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     before = packed_loss(*args)

@@ -10,13 +10,13 @@ from penstock.model.attention import use_attention
 from penstock.model.decoder import find_decoder
 from penstock.model.loss import packed_loss
 from penstock.model.recompute import PRODUCTS, Recomputed, set_recompute
-from penstock.recipe.recipe import dials
+from penstock.recipe.recipe import recompute_by_layer
 
 
 def gradients(model, choice):
     units = find_decoder(model)
     use_attention(model, "auto")
-    set_recompute(units.layers, dials(choice, len(units.layers)))
+    set_recompute(units.layers, recompute_by_layer(choice, len(units.layers)))
     batch = packed()
     loss = packed_loss(units, batch.input_ids, batch.position_ids, batch.segments, batch.target_index, batch.targets)
     model.zero_grad()
@@ -89,7 +89,7 @@ def products_in_backward(choice, **shape):
     model, batch = tiny_model("llama", **shape), packed()
     units = find_decoder(model)
     use_attention(model, "auto")
-    set_recompute(units.layers, dials(choice, len(units.layers)))
+    set_recompute(units.layers, recompute_by_layer(choice, len(units.layers)))
     args = (units, batch.input_ids, batch.position_ids, batch.segments, batch.target_index, batch.targets)
     loss, count = packed_loss(*args), [0]
 
@@ -113,15 +113,15 @@ def test_selected_repeats_the_products_that_widen_and_no_other():
 
 
 def test_a_number_counts_layers_from_the_first():
-    assert dials("selected:1", 3) == ["selected", "none", "none"]
-    assert dials("full:2", 3) == ["full", "full", "selected"]
-    assert dials("selected", 2) == ["selected"] * 2
+    assert recompute_by_layer("selected:1", 3) == ["selected", "none", "none"]
+    assert recompute_by_layer("full:2", 3) == ["full", "full", "selected"]
+    assert recompute_by_layer("selected", 2) == ["selected"] * 2
 
 
 def test_nothing_is_recomputed_without_gradients():
     model = tiny_model("llama")
     units = find_decoder(model)
-    set_recompute(units.layers, dials("full", len(units.layers)))
+    set_recompute(units.layers, recompute_by_layer("full", len(units.layers)))
     calls = []
     units.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
@@ -137,11 +137,11 @@ def test_none_restores_the_layer():
 
     layers[1].forward = replaced
     for choice in ("full", "full", "none"):
-        set_recompute(layers, dials(choice, len(layers)))
+        set_recompute(layers, recompute_by_layer(choice, len(layers)))
         assert (layers[1].forward is replaced) == (choice == "none")
     assert "forward" not in vars(layers[0])
 
 
 def test_more_layers_than_there_are_is_an_error():
     with pytest.raises(RecipeError, match="recompute = full:3: the model has 2 layers"):
-        dials("full:3", 2)
+        recompute_by_layer("full:3", 2)

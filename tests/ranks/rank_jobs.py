@@ -18,6 +18,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import dynamic_module_utils
 
+import penstock.run.loading
 import penstock.run.train
 from penstock.checkpoint import export_ranks
 from penstock.checkpoint.resume import model_fingerprint
@@ -64,8 +65,8 @@ def tiny(preset="llama-8b", **changes):
 def load(world, recipe):
     config = load_config(recipe)
     if world.many:
-        sharded = load_for_ranks(recipe, config, CPU, world.size, silent)
-        return sharded.model, sharded.remainders
+        own = load_for_ranks(recipe, config, CPU, world.size, silent)
+        return own.model, own.remainders
     return load_model(recipe, config, CPU, silent), {}
 
 
@@ -278,7 +279,7 @@ def refused(directory, method, gguf):
 
 
 def exporting(directory, preset, model="", modules=""):
-    """Export a sharded model in small files, after a step's worth of change."""
+    """Export a model whose rows lie on ranks in small files, after a step's worth of change."""
     world = find_world()
     export_ranks.FILE_BYTES = 40_000
     recipe = tiny(preset, init="random")
@@ -289,7 +290,7 @@ def exporting(directory, preset, model="", modules=""):
         model, _ = load(world, recipe)
         tokenizer = load_tokenizer(recipe)
         use_attention(model, "auto")
-        export_ranks.export_sharded(model, tokenizer, Path(directory), recipe, world, print)
+        export_ranks.export_from_ranks(model, tokenizer, Path(directory), recipe, world, print)
         return {name: whole(p) for name, p in model.named_parameters()}
 
 
@@ -314,9 +315,10 @@ def refusing(directory, **options):
 def interrupting(directory):
     """Whether the model is there when a run ends that a signal stops, if one rank writes it for all, and slowly.
 
-    As with DeepSpeed, every rank has an engine that is not sharded; here one of its own, which knows no others.
+    As with DeepSpeed, ranks do not share tensors: here each has an engine of its own, which knows no others.
     """
     world, export = find_world(), penstock.run.train.export
+    steps = penstock.run.train.run_steps
 
     def load(run, console, world):
         return load_model(run.recipe, run.config, CPU, silent), {}
@@ -324,19 +326,18 @@ def interrupting(directory):
     def start_engine(model, remainders, run, saved, console, world):
         return NativeEngine(model, run.recipe, silent, ALONE), ""
 
-    def run_steps(run, engine, metrics, recorder, stop, *others):
+    def run_steps(start, loaded, records, stop, *others):
         stop.number = signal.SIGTERM
-        return steps(run, engine, metrics, recorder, stop, *others)
+        return steps(start, loaded, records, stop, *others)
 
     def slowly(*args, **options):
         time.sleep(1)
         export(*args, **options)
 
-    steps, module = penstock.run.train.run_steps, penstock.run.train
     recipe = tiny("demo", output_dir=directory, keep=0, max_steps=3, prompt=None)
     with (
-        mock.patch.multiple(module, load=load, start_engine=start_engine, run_steps=run_steps, export=slowly),
-        mock.patch.object(module, "check_disk_of"),
+        mock.patch.multiple(penstock.run.loading, load=load, start_engine=start_engine, check_disk_of=mock.DEFAULT),
+        mock.patch.multiple(penstock.run.train, run_steps=run_steps, export=slowly),
     ):
         try:
             penstock.run.train.train(recipe, Console(quiet=True), world=world)

@@ -22,8 +22,8 @@ def check(run, recipe, recorded_step):
     assert set(found) == {"environment", "placement", "timeline", "memory", "data", "summary"}
     state = sum(unit["num_bytes"] for unit in found["placement"])
     assert {unit["home"] for unit in found["placement"]} == {"gpu", "stream", "host"}
-    assert state == sum(held["num_bytes"] for held in found["memory"] if held["part"].startswith("state"))
-    weights = next(held["num_bytes"] for held in found["memory"] if held["part"] == "weights")
+    assert state == sum(use["num_bytes"] for use in found["memory"] if use["part"].startswith("state"))
+    weights = next(use["num_bytes"] for use in found["memory"] if use["part"] == "weights")
     assert state in (2 * weights, 5 * weights), "two fp32 moments; with bf16 weights a remainder too"
     assert found["timeline"]["step"] == recorded_step
     assert found["data"]["train"]["examples"] == 36

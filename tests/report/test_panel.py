@@ -13,16 +13,16 @@ import time
 import pytest
 from rich.console import Console as RichConsole
 
-from penstock.engine import Held
+from penstock.engine import MemoryUse
 from penstock.report.console import Console
 from penstock.report.metrics import StepRow
 from penstock.report.panel import DOTS, Panel, Sources, braille, peak_flops
 
 GIB = 2**30
 MEMORY = [
-    Held("gpu", "weights", 16 * GIB),
-    Held("gpu", "state: gpu", 80 * GIB),
-    Held("host", "state: stream", 38 * GIB),
+    MemoryUse("gpu", "weights", 16 * GIB),
+    MemoryUse("gpu", "state: gpu", 80 * GIB),
+    MemoryUse("host", "state: stream", 38 * GIB),
 ]
 
 

@@ -1,10 +1,14 @@
 """What a run knows before its weights are loaded. Its checks are tried in test_cli.py, as a user meets them."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from penstock.bench import this_machine as probe
+from penstock.checkpoint.resume import Saved
+from penstock.checkpoint.store import Checkpoint
+from penstock.data.loader import Position
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE
 from penstock.errors import DoesNotFit
@@ -13,7 +17,7 @@ from penstock.model.load import load_model
 from penstock.recipe.presets import PRESETS
 from penstock.report.console import Console
 from penstock.run import preparation
-from penstock.run.preparation import dry_run, foresee_disk, planned, prepare_run
+from penstock.run.preparation import Start, dry_run, foresee_disk, planned, prepare_run
 
 DEMO = PRESETS["demo"]
 
@@ -61,3 +65,12 @@ def test_a_dry_run_looks_at_the_disk(tmp_path):
     with pytest.raises(DoesNotFit, match=r"of disk, .* are free"):
         dry_run(huge, Console(quiet=True))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_starts_after_what_was_saved_and_within_its_data():
+    run = prepare_run(DEMO, Console(quiet=True))
+    assert (Start(run, None, None).first_step, Start(run, None, None).position) == (1, Position())
+    checkpoint, rows = Checkpoint(Path("step-4"), 4, {}), run.data.train.num_rows
+    for row, expected in [(rows - 1, Position(2, rows - 1)), (rows, Position(3, 0))]:
+        start = Start(run, None, Saved(checkpoint, Position(2, row), {}, 9, "", "", "", {}))
+        assert (start.first_step, start.position) == (5, expected)

@@ -28,8 +28,6 @@ from penstock.machine.cache import cache_dir
 from penstock.machine.signals import handling
 from penstock.recipe.recipe import Recipe, to_dict
 
-PEERS = ("deepspeed", "torchao", "flashoptim")
-MODES = ("superoffload", "zerooffload")
 STATES = {"deepspeed": "fp32", "torchao": "bf16", "flashoptim": "int8"}
 """Format of the moments. torchao's weights have no master beyond bf16; FlashOptim's has 24 bits."""
 CLIPS = {"deepspeed": True, "torchao": False, "flashoptim": True}

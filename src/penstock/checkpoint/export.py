@@ -50,17 +50,17 @@ def export(
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
     *,
-    shard_size: str = "5GB",
+    file_size: str = "5GB",
     trust_remote_code: bool = False,
 ) -> None:
     """Write model and tokenizer to `directory`, which must not exist yet."""
-    shard_bytes = parse_bytes(shard_size, "--shard-size")
+    file_bytes = parse_bytes(file_size, "--shard-size")
     written = directory.with_name(f"{directory.name}.unchecked")
     make_place(directory, written)
     with stock_attention(model):
         try:
             write_code(type(model), model.config, written)
-            model.save_pretrained(written, max_shard_size=shard_bytes)
+            model.save_pretrained(written, max_shard_size=file_bytes)
             tokenizer.save_pretrained(written)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(written, ignore_errors=True)
@@ -124,8 +124,8 @@ def _can_be_saved(config: GenerationConfig) -> bool:
     return True
 
 
-def export_run(run: Path, directory: Path, *, shard_size: str, say: Callable[[str], None]) -> None:
-    """Write the final model of a run to another directory, in shards of another size; if it did not end, its newest."""
+def export_run(run: Path, directory: Path, *, file_size: str, say: Callable[[str], None]) -> None:
+    """Write the final model of a run to another directory, in files of another size; if it did not end, its newest."""
     check_is_run(run)
     recipe = run_recipe(run)
     saved = None if (run / "model").exists() else find_saved(run, NEWEST)
@@ -137,7 +137,7 @@ def export_run(run: Path, directory: Path, *, shard_size: str, say: Callable[[st
         model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
     mend_generation(model, say)
-    export(model, tokenizer, directory, shard_size=shard_size, trust_remote_code=recipe.trust_remote_code)
+    export(model, tokenizer, directory, file_size=file_size, trust_remote_code=recipe.trust_remote_code)
 
 
 def saved_model(saved: Saved, recipe: Recipe, say: Callable[[str], None]) -> PreTrainedModel:

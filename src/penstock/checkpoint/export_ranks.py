@@ -1,7 +1,7 @@
-"""The Hugging Face directory of a model that lies in shards on several ranks.
+"""The Hugging Face directory of a model of which every rank has its rows (FSDP2).
 
 The ranks send rank 0 one parameter after another, which writes them in files of a few GB; that and one parameter is all
-that it holds. The check is made in shards too: every rank loads its rows of what was written and compares them to the
+that it holds. The check is made in rows too: every rank loads its rows of what was written and compares them to the
 bit, then both models see the same text. `save_pretrained` was rejected, since it wants the whole model on one rank.
 """
 
@@ -36,7 +36,7 @@ FILE_BYTES = 4 * 10**9
 """Bytes of a file, all of which are in memory while it is written."""
 
 
-def export_sharded(
+def export_from_ranks(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, recipe: Recipe, world: World, say: Say
 ) -> None:
     """Write model and tokenizer to `directory`, which must not exist yet. All ranks take part."""
@@ -89,7 +89,7 @@ def _renamed(model: PreTrainedModel, parameters: list[SavedTensor]) -> Iterator[
 
 
 def _gathered(tensor: SavedTensor) -> Tensor:
-    """The whole of a sharded tensor, on the host of rank 0."""
+    """The whole of a tensor of which every rank has its rows, on the host of rank 0."""
     landing = torch.empty(tensor.num_bytes, dtype=torch.uint8)
     at = 0
     for piece in tensor.pieces:

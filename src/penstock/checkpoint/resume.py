@@ -125,7 +125,7 @@ def save_run(
     """Save the run as it is after `step`, then remove checkpoints beyond those that are kept. All ranks take part."""
     directory, tensors = run_dir / CHECKPOINTS, engine.saved_tensors()
     documents = _documents(identity, position, metrics)
-    if world.many and not engine.sharded:
+    if world.many and not engine.rows_on_ranks:
         checkpoint = save_together(world, directory, step, tensors, documents, say)
     elif world.first:
         checkpoint = save(directory, step, tensors, documents, say)
@@ -318,7 +318,7 @@ def _ends(parameter: torch.Tensor, remainder: torch.Tensor | None) -> torch.Tens
 def restore(saved: Saved, engine: Engine, say: Say, world: World = ALONE) -> None:
     """Weights, state and generators as they were when the checkpoint was saved. All ranks take part."""
     for group, tensors in engine.saved_tensors().items():
-        if not engine.sharded:
+        if not engine.rows_on_ranks:
             if tensors:
                 _check_group(saved, group)
             read_tensors(saved.checkpoint, group, tensors, say)

@@ -111,8 +111,8 @@ def write_all(
     for group, members in tensors.items():
         for number, part in enumerate(_parts(members), start=1):
             content[f"{group}-{number:05}.safetensors"] = safetensors(part)
-    sharded = any(tensor.bytes_by_rank for members in tensors.values() for tensor in members)
-    num_threads = 1 if sharded else NUM_THREADS  # other ranks send their parts file after file
+    over_ranks = any(tensor.bytes_by_rank for members in tensors.values() for tensor in members)
+    num_threads = 1 if over_ranks else NUM_THREADS  # other ranks send their parts file after file
     with ThreadPoolExecutor(num_threads, "penstock-save") as pool:
         futures = {name: pool.submit(write_file, building / name, c, transfer) for name, c in content.items()}
         try:

@@ -125,7 +125,7 @@ def _blocks(tensor: SavedTensor) -> Iterator[Tensor]:
 def read_file(path: Path, tensors: Mapping[str, SavedTensor], transfer: Transfer, num_ranks: int = 1) -> None:
     """Fill the tensors that the file holds, where they lie; that they are of its shapes was seen to before.
 
-    Other ranks get theirs sent, a tensor that is not sharded as a whole.
+    Other ranks get theirs sent, a tensor that does not lie in rows on the ranks as a whole.
     """
     stored = read_header(path)
     staging = torch.empty(BLOCK, dtype=torch.uint8)
@@ -139,10 +139,10 @@ def read_file(path: Path, tensors: Mapping[str, SavedTensor], transfer: Transfer
                     block.copy_(landing)
                 transfer.add(len(block))
             for rank in range(1, num_ranks):
-                sharded = tensors[name].bytes_by_rank
-                if not sharded:
+                by_rank = tensors[name].bytes_by_rank
+                if not by_rank:
                     file.seek(entry.offset)
-                num_bytes = sharded[rank] if sharded else tensors[name].num_bytes
+                num_bytes = by_rank[rank] if by_rank else tensors[name].num_bytes
                 for block in asked_blocks(rank, num_bytes, staging):
                     _fill(file.readinto, block.numpy().data)
                     dist.send(block, rank)

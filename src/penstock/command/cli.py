@@ -278,7 +278,7 @@ def export(words: list[str]) -> int:
         result["verified"] = [{"path": str(found.path), "step": found.step} for found in verified]
         console.say(f"Every byte is as it was written: {counted(len(verified), 'checkpoint')}")
     if args.to:
-        export_run(Path(args.run), Path(args.to), shard_size=args.shard_size, say=console.say)
+        export_run(Path(args.run), Path(args.to), file_size=args.shard_size, say=console.say)
         result["model_dir"] = args.to
         console.say(f"Written and checked: {args.to}")
     if args.json:

@@ -59,7 +59,7 @@ class UnitState:
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryUse:
     """Memory of one place (`gpu` or `host`) and what it is for."""
 
     place: str
@@ -71,10 +71,10 @@ class Engine(Protocol):
     """Weights, gradients and optimizer state of one run."""
 
     model: PreTrainedModel
-    sharded: bool
-    """Whether ranks hold parts of the same tensors, also after `release`: then the first one writes and reads for all,
-    and running the model takes all of them. Otherwise each has tensors of its own to save, and after `release` the
-    first has the whole model."""
+    rows_on_ranks: bool
+    """Whether each rank has its rows of the same tensors (FSDP2), also after `release`: then the first one writes and
+    reads for all, and running the model takes all of them. Otherwise each has tensors of its own to save, and after
+    `release` the first has the whole model."""
 
     def begin(self, lr: float) -> None:
         """A step begins. Its learning rate is wanted now, since weights may be updated during backward."""
@@ -100,7 +100,7 @@ class Engine(Protocol):
     def placement(self) -> list[UnitState]:
         """Where every byte of state lives, by unit."""
 
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryUse]:
         """What takes memory now, and on a GPU at its peak."""
 
     def start_timeline(self) -> None:

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
-from penstock.engine import Held, StepResult, UnitState
+from penstock.engine import MemoryUse, StepResult, UnitState
 from penstock.engine.deepspeed_config import LEAF_MODULES, deepspeed_json
 from penstock.engine.deepspeed_start import can_save, start_deepspeed
-from penstock.engine.native import decay_groups, held_memory, mean_loss, module_names
+from penstock.engine.native import decay_groups, mean_loss, measure_memory, module_names
 from penstock.engine.packed import PackedModel
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import Diverged
@@ -58,7 +58,7 @@ class _PackedLoss(nn.Module):
 class DeepSpeedEngine:
     """One rank of ZeRO-3."""
 
-    sharded = False
+    rows_on_ranks = False
 
     def __init__(
         self, model: PreTrainedModel, recipe: Recipe, say: Callable[[str], None], world: World = ALONE
@@ -257,13 +257,13 @@ class DeepSpeedEngine:
             homes["host" if self._on_host(number) else "gpu"] += STATE_BYTES * master.numel()
         return homes
 
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryUse]:
         """This rank's weights and state, and the rest. Weights on NVMe take none."""
         offload = self._recipe.param_offload
         parts: list[Tensor] = [p.ds_tensor for p in self.model.parameters() if offload != "nvme"]  # type: ignore[attr-defined]
         place = "gpu" if offload == "none" else "host"
         state = {home: num_bytes for home, num_bytes in self._state_bytes().items() if num_bytes}
-        return held_memory(self._device, sum(part.nbytes for part in parts), state, place)
+        return measure_memory(self._device, sum(part.nbytes for part in parts), state, place)
 
     def start_timeline(self) -> None:
         """Forward, backward and the wait for the update: what DeepSpeed does beside them is not seen from here."""

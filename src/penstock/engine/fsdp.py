@@ -19,37 +19,39 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from penstock.errors import ModelError
 from penstock.model.decoder import find_decoder
 from penstock.model.load import Say
-from penstock.model.load_rows import build_sharded, load_sharded
+from penstock.model.load_rows import build_on_meta, load_own_rows
 from penstock.offload.dtensors import local
 from penstock.recipe.recipe import Recipe
 from penstock.update.master import split
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """A sharded model, and what its weights lost in rounding to bf16 if they were loaded with more."""
+class RankModel:
+    """A model with this rank's rows, and what these lost in rounding to bf16 if they were loaded with more."""
 
     model: PreTrainedModel
     remainders: dict[nn.Parameter, Tensor]
 
 
-def load_for_ranks(recipe: Recipe, config: PreTrainedConfig, device: torch.device, num_ranks: int, say: Say) -> Sharded:
+def load_for_ranks(
+    recipe: Recipe, config: PreTrainedConfig, device: torch.device, num_ranks: int, say: Say
+) -> RankModel:
     """Load the rows of this rank. The process group must be there."""
     mesh = init_device_mesh(device.type, (num_ranks,))
 
     def shard(model: PreTrainedModel) -> None:
-        shard_model(model, mesh, torch.float32 if recipe.reduce_dtype == "fp32" else None)
+        shard_over_ranks(model, mesh, torch.float32 if recipe.reduce_dtype == "fp32" else None)
 
-    model = load_sharded(recipe, config, device, shard, say)
+    model = load_own_rows(recipe, config, device, shard, say)
     if recipe.dtype != "bf16" or model.dtype is not torch.float32:
-        return Sharded(model, {})
-    rounded = build_sharded(recipe, model.config, torch.bfloat16, shard)
+        return RankModel(model, {})
+    rounded = build_on_meta(recipe, model.config, torch.bfloat16, shard)
     rounded.to_empty(device=device)
     rounded.tie_weights()
-    return Sharded(rounded, _round_into(rounded, model))
+    return RankModel(rounded, _round_into(rounded, model))
 
 
-def shard_model(model: PreTrainedModel, mesh: DeviceMesh, reduce_dtype: torch.dtype | None) -> None:
+def shard_over_ranks(model: PreTrainedModel, mesh: DeviceMesh, reduce_dtype: torch.dtype | None) -> None:
     """Shard a model, in place. Gradients are summed over ranks: each loss is a share of the step's already."""
     decoder = find_decoder(model)
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -73,7 +75,7 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, reduce_dtype: torch.dt
 
 @torch.no_grad()
 def _round_into(rounded: PreTrainedModel, exact: PreTrainedModel) -> dict[nn.Parameter, Tensor]:
-    """Move fp32 shards to a bf16 model one by one, so that no more than one is there twice."""
+    """Move this rank's fp32 rows to a bf16 model, weight by weight, so that no more than one is there twice."""
     sources = dict(exact.named_parameters())
     remainders: dict[nn.Parameter, Tensor] = {}
     for name, parameter in rounded.named_parameters():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
-from penstock.engine import Held, StepResult, UnitState
+from penstock.engine import MemoryUse, StepResult, UnitState
 from penstock.engine.packed import PackedModel
 from penstock.engine.ranks import ALONE, World
 from penstock.engine.trial import try_once
@@ -31,7 +31,7 @@ from penstock.update.master import round_to_bf16_
 
 
 class NativeEngine:
-    """One device, or this rank's device among several (`fsdp.py` has then sharded the model)."""
+    """One device, or this rank's device among several (`fsdp.py` has then left it its rows of each weight)."""
 
     optimizer: OffloadAdamW
 
@@ -43,7 +43,7 @@ class NativeEngine:
         world: World = ALONE,
         remainders: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
-        self.model, self._recipe, self._world, self.sharded = model, recipe, world, world.many
+        self.model, self._recipe, self._world, self.rows_on_ranks = model, recipe, world, world.many
         # First of all: what is compiled, and what the trial takes, depends on the precision that is trained in.
         if recipe.dtype == "bf16":
             remainders = {**(remainders or {}), **round_to_bf16_(p for p in model.parameters() if p.requires_grad)}
@@ -142,10 +142,10 @@ class NativeEngine:
             for home, num_bytes in homes.items()
         ]
 
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryUse]:
         """Weights, state by home, and the rest: of the GPU's peak, and of what this process holds."""
         weights = sum(local(p).nbytes for p in self.model.parameters())
-        return held_memory(self.packed.device, weights, self.optimizer.state_bytes())
+        return measure_memory(self.packed.device, weights, self.optimizer.state_bytes())
 
     def start_timeline(self) -> None:
         """Begin with everything made."""
@@ -202,21 +202,23 @@ def mean_loss(
     return float(total / trained)
 
 
-def held_memory(device: torch.device, weights: int, state: Mapping[str, int], weights_at: str = "gpu") -> list[Held]:
+def measure_memory(
+    device: torch.device, weights: int, state: Mapping[str, int], weights_at: str = "gpu"
+) -> list[MemoryUse]:
     """Weights, state by home, and the rest: of the GPU's peak, and of what this process holds."""
     cuda = device.type == "cuda"
     beside = "gpu" if cuda else "host"
-    held = [Held(beside if weights_at == "gpu" else "host", "weights", weights)]
-    held += [Held(beside if home == "gpu" else "host", f"state: {home}", size) for home, size in state.items()]
+    uses = [MemoryUse(beside if weights_at == "gpu" else "host", "weights", weights)]
+    uses += [MemoryUse(beside if home == "gpu" else "host", f"state: {home}", size) for home, size in state.items()]
 
     def rest(place: str, total: int) -> int:
-        return max(0, total - sum(part.num_bytes for part in held if part.place == place))
+        return max(0, total - sum(part.num_bytes for part in uses if part.place == place))
 
     if cuda:
         peak = torch.cuda.max_memory_allocated(device)
-        held.append(Held("gpu", "gradients, activations", rest("gpu", peak)))
-    held.append(Held("host", "this process, the rest", rest("host", psutil.Process().memory_info().rss)))
-    return held
+        uses.append(MemoryUse("gpu", "gradients, activations", rest("gpu", peak)))
+    uses.append(MemoryUse("host", "this process, the rest", rest("host", psutil.Process().memory_info().rss)))
+    return uses
 
 
 def out_of_memory(parts: dict[str, int], recipe: Recipe, ranks: int) -> DoesNotFit:

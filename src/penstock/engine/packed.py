@@ -16,7 +16,7 @@ from penstock.model.compiled import set_compile
 from penstock.model.decoder import find_decoder
 from penstock.model.loss import call_as, check_logits, packed_loss
 from penstock.model.recompute import set_recompute
-from penstock.recipe.recipe import Recipe, dials
+from penstock.recipe.recipe import Recipe, recompute_by_layer
 
 
 class PackedModel:
@@ -29,8 +29,8 @@ class PackedModel:
         use_attention(model, recipe.attention)
         check_logits(model, self.decoder)
         layers, compiled = self.decoder.layers, pick_compile(recipe, self.device)
-        set_recompute(layers, dials("none", len(layers)))
-        set_recompute(layers, set_compile(layers, compiled, say, dials(recipe.recompute, len(layers))))
+        set_recompute(layers, recompute_by_layer("none", len(layers)))
+        set_recompute(layers, set_compile(layers, compiled, say, recompute_by_layer(recipe.recompute, len(layers))))
         model.train()
 
     def loss_sum(self, batch: MicroBatch) -> Tensor:

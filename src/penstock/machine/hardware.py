@@ -125,7 +125,6 @@ class PciGpu:
     """NUMA node, or -1 where there is one only."""
     cores: tuple[int, ...]
     """Cores near it."""
-    link_speed: str
     link_speed_max: str
     link_width: int
     link_width_max: int
@@ -153,7 +152,6 @@ def pci_gpus(devices: Path | None = None) -> list[PciGpu]:
                 path.name,
                 int(node) if node.lstrip("-").isdigit() else -1,
                 tuple(sorted(parse_cores(_read(path / "local_cpulist")))),
-                _read(path / "current_link_speed"),
                 _read(path / "max_link_speed"),
                 *(int(width) if width.isdigit() else 0 for width in widths),
             )

@@ -20,10 +20,10 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -224,6 +224,15 @@ def _mask(
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
+class _Asked(TypedDict, total=False):
+    """What else models hand to their attention, as far as it is read here."""
+
+    segments: Segments
+    sliding_window: int | None
+    s_aux: Tensor | None
+    """A sink a head (gpt-oss)."""
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -232,14 +241,11 @@ def _attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
-    s_aux: Tensor | None = None,
-    segments: Segments | None = None,
-    **kwargs: Any,
+    **asked: Unpack[_Asked],
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface: (rows, heads, tokens, head size) in, (rows, tokens, heads, head size) out."""
-    _refuse_call(module, attention_mask, dropout, segments, kwargs)
-    assert segments is not None
+    _refuse_call(module, attention_mask, dropout, asked)
+    segments, sliding_window, sinks = asked["segments"], asked.get("sliding_window"), asked.get("s_aux")
     rows, heads, length, head_dim = query.shape
     q, k, v = (x.transpose(1, 2).reshape(rows * length, -1, x.shape[-1]) for x in (query, key, value))
     scale = head_dim**-0.5 if scaling is None else scaling
@@ -247,18 +253,16 @@ def _attend(
     # A bound that is the same for every packing, or each longest segment would be compiled for.
     longest = length if torch.compiler.is_compiling() else segments.max_length
     windowed = sliding_window is not None and sliding_window < longest
-    if segments.alike and not windowed and s_aux is None:
+    if segments.alike and not windowed and sinks is None:
         out = _rows(q, k, v, segments.max_length, scale)
     elif query.is_cuda and half and value.shape[-1] == head_dim <= _FLASH_HEAD_DIM:
-        out = _flash(q, k, v, segments.offsets, longest, scale, sliding_window if windowed else None, s_aux)
+        out = _flash(q, k, v, segments.offsets, longest, scale, sliding_window if windowed else None, sinks)
     else:
-        out = _one_by_one(q, k, v, segments, scale, sliding_window, s_aux)
+        out = _one_by_one(q, k, v, segments, scale, sliding_window, sinks)
     return out.view(rows, length, heads, -1), None
 
 
-def _refuse_call(
-    module: nn.Module, mask: Tensor | None, dropout: float, segments: Segments | None, kwargs: dict[str, Any]
-) -> None:
+def _refuse_call(module: nn.Module, mask: Tensor | None, dropout: float, kwargs: Mapping[str, object]) -> None:
     """Never ignore what a model asks of its attention."""
     asked = [name for name in ("softcap", "position_bias", "indices", "block_indices") if kwargs.get(name) is not None]
     if dropout:
@@ -267,7 +271,7 @@ def _refuse_call(
         asked.append("a mask")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         asked.append("attention to later tokens")
-    if segments is None:
+    if kwargs.get("segments") is None:
         asked.append("a call without segments (generation belongs inside stock_attention)")
     if asked:
         what = f"asks for what varlen attention does not do: {', '.join(asked)}"

@@ -32,14 +32,14 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.machine.cache import cache_dir
 from penstock.model.recompute import Recomputed, keeping_narrow, keeping_products
-from penstock.recipe.recipe import Dial
+from penstock.recipe.recipe import Recompute
 
 Say = Callable[[str], None]
 _MOST_GRAPHS = 32
 """Of one function, before the compiler gives up: packed rows and whole ones, what is recomputed, kinds of layers."""
 
 
-def set_compile(layers: Sequence[nn.Module], on: bool, say: Say, chosen: Sequence[Dial] = ()) -> list[Dial]:
+def set_compile(layers: Sequence[nn.Module], on: bool, say: Say, chosen: Sequence[Recompute] = ()) -> list[Recompute]:
     """Compile every layer at its first forward with gradients, or undo it. Returns what is left for `set_recompute`.
 
     A compiled layer sees to it itself; of one that the compiler does not see whole, `selected` is all.
@@ -59,13 +59,13 @@ def set_compile(layers: Sequence[nn.Module], on: bool, say: Say, chosen: Sequenc
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
     # It warns of operations in place in what is computed again; compiled code has none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    attempt, left = _Attempt(say), list[Dial]()
-    for layer, dial in zip(layers, chosen, strict=True):
+    attempt, left = _Attempt(say), list[Recompute]()
+    for layer, recompute in zip(layers, chosen, strict=True):
         for experts in _experts(layer):
             experts.forward = torch.compiler.disable(experts.forward)
         whole = _in_one_piece(layer)
-        layer.forward = _Compiled(layer, attempt, dial if whole else None)
-        left.append("none" if whole or dial == "none" else "full")
+        layer.forward = _Compiled(layer, attempt, recompute if whole else None)
+        left.append("none" if whole or recompute == "none" else "full")
     return left
 
 
@@ -80,19 +80,19 @@ class _Attempt:
 class _Compiled:
     """A forward that is compiled where gradients are wanted."""
 
-    def __init__(self, layer: nn.Module, attempt: _Attempt, dial: Dial | None) -> None:
-        """`dial`: what is computed again, if the compiler sees the whole layer."""
+    def __init__(self, layer: nn.Module, attempt: _Attempt, recompute: Recompute | None) -> None:
+        """`recompute`: what is computed again, if the compiler sees the whole layer."""
         self.plain, self._attempt = layer.forward, attempt
         functools.update_wrapper(self, self.plain)  # transformers reads the signatures of forwards
         self._compiled = self._uncompiled = self.plain
-        if dial is None:
+        if recompute is None:
             self._compiled = torch.compile(self.plain)
         else:
             # The layer is an argument: bound to the function, each would be one of its own, and compiled for itself.
             forward = cast(MethodType, self.plain).__func__
-            self._compiled = functools.partial(torch.compile(_recomputed), dial, forward, layer)
-            if dial != "none":
-                self._uncompiled = Recomputed(self.plain, dial)
+            self._compiled = functools.partial(torch.compile(_recomputed), recompute, forward, layer)
+            if recompute != "none":
+                self._uncompiled = Recomputed(self.plain, recompute)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -123,10 +123,10 @@ def _experts(layer: nn.Module) -> list[nn.Module]:
     return [part for part in layer.modules() if any(p.ndim == 3 for p in part.parameters(recurse=False))]
 
 
-def _recomputed(dial: Dial, forward: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if dial == "none":
+def _recomputed(recompute: Recompute, forward: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if recompute == "none":
         return checkpoint(forward, layer, *args, use_reentrant=False, context_fn=keeping_products, **kwargs)
-    if dial == "selected":
+    if recompute == "selected":
         return checkpoint(forward, layer, *args, use_reentrant=False, context_fn=keeping_narrow, **kwargs)
     return checkpoint(forward, layer, *args, use_reentrant=False, **kwargs)
 

@@ -25,8 +25,8 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
             continue
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        sharded = {key: p for key, p in own.items() if isinstance(p, DTensor)}
-        for key, p in sharded.items():
+        by_rows = {key: p for key, p in own.items() if isinstance(p, DTensor)}
+        for key, p in by_rows.items():
             whole = torch.empty(p.shape, dtype=p.dtype, device=p.to_local().device)
             module._parameters[key] = nn.Parameter(whole, requires_grad=p.requires_grad)
         for key in own:
@@ -34,7 +34,7 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
         model._init_weights(module)
         for key in own:
             vars(module._parameters[key])["_is_hf_initialized"] = True  # a tied weight is met again
-        for key, p in sharded.items():
+        for key, p in by_rows.items():
             drawn_whole = module._parameters[key]
             assert drawn_whole is not None
             keep_rows(p, drawn_whole)

@@ -98,8 +98,10 @@ def load_model(recipe: Recipe, config: PreTrainedConfig, device: torch.device, s
             model = _random_model(recipe, config, device)
         else:
             source = find_source(recipe.model, recipe.revision, weights=True)
-            loader = _gguf_model if source.gguf_file else _streamed_model
-            model = loader(recipe, config, source, device, say)
+            if source.gguf_file:
+                model = _gguf_model(config, source, device, say)
+            else:
+                model = _streamed_model(recipe, config, source, device, say)
     model.config.name_or_path = recipe.model
     left = [name for name, tensor in _tensors(model) if tensor.is_meta]
     assert not left, f"never materialized: {left[:3]}"
@@ -241,9 +243,7 @@ def _load(
     return model, info
 
 
-def _gguf_model(
-    recipe: Recipe, config: PreTrainedConfig, source: Source, device: torch.device, say: Say
-) -> PreTrainedModel:
+def _gguf_model(config: PreTrainedConfig, source: Source, device: torch.device, say: Say) -> PreTrainedModel:
     """A GGUF file, dequantized. This one is not streamed: transformers unpacks it in host memory first."""
     where = source.directory / (source.gguf_file or "")
     try:

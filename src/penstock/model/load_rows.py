@@ -1,8 +1,8 @@
 """A model of which every rank loads its own rows and nothing else.
 
-The model is built without memory and sharded, and only then do its weights come: transformers' loader asks for the rows
-of a rank where a parameter is sharded, and `StoredTensor` reads no more than those. So no rank ever holds the model;
-the most beyond its shards is one tensor of a module that is drawn at random.
+The model is built without memory and sharded over the ranks (FSDP2), and only then do its weights come: transformers'
+loader asks for the rows of a rank where a parameter is sharded, and `StoredTensor` reads no more than those. So no rank
+ever holds the model; the most beyond its rows is one tensor of a module that is drawn at random.
 
 What cannot be read in rows is refused: GGUF files and MXFP4 weights are unpacked whole.
 """
@@ -27,12 +27,12 @@ from penstock.model.source import Source, find_source
 from penstock.model.weight_files import Progress, read_headers
 from penstock.recipe.recipe import Recipe
 
-Shard = Callable[[PreTrainedModel], None]
-"""Shards a model that is on the meta device, in place."""
+ShardOverRanks = Callable[[PreTrainedModel], None]
+"""Leaves every rank its rows of each weight of a model that is on the meta device, in place."""
 
 
-def load_sharded(
-    recipe: Recipe, config: PreTrainedConfig, device: torch.device, shard: Shard, say: Say
+def load_own_rows(
+    recipe: Recipe, config: PreTrainedConfig, device: torch.device, shard: ShardOverRanks, say: Say
 ) -> PreTrainedModel:
     """The model with this rank's rows on `device`, in bf16, or in fp32 if the checkpoint or the recipe has that."""
     config = copy.deepcopy(config)
@@ -44,7 +44,7 @@ def load_sharded(
             if hasattr(config, "quantization_config"):
                 del config.quantization_config
             dtype = torch.float32 if recipe.dtype == "fp32" else torch.bfloat16
-            model = build_sharded(recipe, config, dtype, shard)
+            model = build_on_meta(recipe, config, dtype, shard)
             _draw(model, recipe.seed, device)
         else:
             source = find_source(recipe.model, recipe.revision, weights=True)
@@ -53,8 +53,10 @@ def load_sharded(
     return model
 
 
-def build_sharded(recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype, shard: Shard) -> PreTrainedModel:
-    """The architecture on the meta device, sharded: nothing is allocated."""
+def build_on_meta(
+    recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype, shard: ShardOverRanks
+) -> PreTrainedModel:
+    """The architecture on the meta device, sharded as `shard` does it: nothing is allocated."""
     kind = model_class(recipe, config)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -76,7 +78,7 @@ def _draw(model: PreTrainedModel, seed: int, device: torch.device) -> None:
 
 
 def _read(
-    recipe: Recipe, config: PreTrainedConfig, source: Source, device: torch.device, shard: Shard, say: Say
+    recipe: Recipe, config: PreTrainedConfig, source: Source, device: torch.device, shard: ShardOverRanks, say: Say
 ) -> PreTrainedModel:
     packed = source.gguf_file or (quantization(config) and "its MXFP4 weights")
     if packed:
@@ -84,7 +86,7 @@ def _read(
         raise ModelError(f"{packed} cannot be read in rows by several ranks", where=recipe.model, remedy=remedy)
     stored = read_headers(source.directory)
     dtype = precision(recipe, stored, say)
-    model = build_sharded(recipe, config, dtype, shard)
+    model = build_on_meta(recipe, config, dtype, shard)
     progress = Progress(say)
     progress.expect(sum(p.to_local().nbytes for p in model.parameters()))  # type: ignore[attr-defined]
     wider = torch.float32 if dtype == torch.float32 else None

@@ -74,7 +74,7 @@ def check_logits(model: PreTrainedModel, decoder: Decoder) -> None:
     was_training = model.training
 
     def logits() -> Tensor:
-        """Shards are gathered in a call."""
+        """FSDP2 gathers the rows of the ranks in a call."""
         return call_as(model, lambda ids: _plain_logits(decoder, ids, positions, segments), ids)
 
     model.eval()
@@ -130,7 +130,7 @@ def _through_head(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
 def call_as(module: nn.Module, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Run `forward` inside a call of the module, with at least one input: on a GPU, FSDP2 fails without any.
 
-    A hook that waits for the module's update, or that gathers its shards, runs when the module is called; reading the
+    A hook that waits for the module's update, or that gathers its rows, runs when the module is called; reading the
     weights from outside would pass it by.
     """
     overridden = vars(module).get("forward")

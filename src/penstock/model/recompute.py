@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from penstock.recipe.recipe import Dial
+from penstock.recipe.recipe import Recompute
 
 _aten = torch.ops.aten
 _MATRIX = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
@@ -48,15 +48,15 @@ WIDENS = 2
 _CHANGED = "layers that change a product in place get `full` where `selected` was asked for, which is slower"
 
 
-def set_recompute(layers: Sequence[nn.Module], chosen: Sequence[Dial]) -> None:
+def set_recompute(layers: Sequence[nn.Module], chosen: Sequence[Recompute]) -> None:
     """Compute activations of a layer again in backward instead of keeping them.
 
     `full`: all of them; `selected`: all but attention and the products that do not widen; `none`.
     """
-    for layer, dial in zip(layers, chosen, strict=True):
+    for layer, recompute in zip(layers, chosen, strict=True):
         _keep(layer)
-        if dial != "none":
-            layer.forward = Recomputed(layer.forward, dial)
+        if recompute != "none":
+            layer.forward = Recomputed(layer.forward, recompute)
 
 
 def keeping_products() -> Any:
@@ -124,9 +124,9 @@ def _keep(layer: nn.Module) -> None:
 class Recomputed:
     """A forward whose activations are dropped and computed again in backward: `full` or `selected`."""
 
-    def __init__(self, inner: Callable[..., Any], dial: Dial) -> None:
+    def __init__(self, inner: Callable[..., Any], recompute: Recompute) -> None:
         functools.update_wrapper(self, inner)  # transformers reads the signatures of forwards
-        self.inner, self._dial, self._watched = inner, dial, dial == "full"
+        self.inner, self._recompute, self._watched = inner, recompute, recompute == "full"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `inner`. A layer whose first forward changes what `selected` keeps gets `full`."""
@@ -140,8 +140,8 @@ class Recomputed:
                 return result
             del result  # and with it what was kept
             warnings.warn(_CHANGED, stacklevel=1)
-            self._dial = "full"
-        if self._dial == "selected":
+            self._recompute = "full"
+        if self._recompute == "selected":
             return self._selected(*args, **kwargs)
         return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
 

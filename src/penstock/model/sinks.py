@@ -24,24 +24,15 @@ def flash_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, offsets: Tensor, max_length: int, scale: float, window_left: int
 ) -> Tensor:
     """Causal attention over segments, (tokens, heads, head size) in and out; `window_left` tokens back, -1 for all."""
-    settings = (offsets, max_length, scale, window_left)
-    out: Tensor = _FlashWithSinks.apply(q, k, v, sinks, *settings)  # type: ignore[no-untyped-call]
+    settings = (max_length, scale, window_left)
+    out: Tensor = _FlashWithSinks.apply(q, k, v, sinks, offsets, *settings)  # type: ignore[no-untyped-call]
     return out
 
 
 class _FlashWithSinks(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor,
-        offsets: Tensor,
-        max_length: int,
-        scale: float,
-        window_left: int,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, offsets: Tensor, *settings: Any) -> Tensor:
+        max_length, scale, window_left = settings
         causal = window_left < 0
         window = {"window_size_left": window_left, "window_size_right": 0}
         out, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(

@@ -1,7 +1,7 @@
 """Safetensors read straight to where they are needed.
 
-transformers maps every shard into memory, and pages that were touched stay counted until the end: measured on a 1.2 GB
-model in 190 MB shards, loaded as fp32, peak memory beyond the model was the whole checkpoint (1,260 MiB); and bf16
+transformers maps every file into memory, and pages that were touched stay counted until the end: measured on a 1.2 GB
+model in 190 MB files, loaded as fp32, peak memory beyond the model was the whole checkpoint (1,260 MiB); and bf16
 weights on a CPU were not copied at all but remained views of the file, which must then not change while training runs.
 Here a tensor is read with plain reads, in pieces, into its final place (150 MiB beyond the model in the same
 measurement, of which 130 MiB is the allocator's rounding and stays), and nothing refers to the file afterwards.
@@ -140,7 +140,7 @@ _FETCH_AGAIN = "The file is damaged or incomplete: fetch it again."
 def read_headers(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint in `directory`, by name; nothing but headers is read."""
     tensors: dict[str, StoredTensor] = {}
-    for path, expected in _shards(directory).items():
+    for path, expected in _weight_files(directory).items():
         found = read_header(path)
         missing = sorted(expected - found.keys())
         if missing:
@@ -150,7 +150,7 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _shards(directory: Path) -> dict[Path, set[str]]:
+def _weight_files(directory: Path) -> dict[Path, set[str]]:
     """Files with weights, each with the tensors that the index expects in it (none: whatever is there)."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
@@ -181,7 +181,7 @@ def _read_index(index: Path) -> dict[Path, set[str]]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"cannot be read as an index of shards: {error!r}"
         raise ModelError(what, where=str(index), remedy=_FETCH_AGAIN) from None
-    shards: dict[Path, set[str]] = {}
+    shards: dict[Path, set[str]] = {}  # files of a checkpoint, not rows on ranks
     for tensor, file in entries:
         if Path(file).name != file or file in ("", ".", ".."):
             raise ModelError(f"names a file outside its directory: {file!r}", where=str(index), remedy=_TAMPERED)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from penstock.plan.layout import layer_parameters
 from penstock.recipe.presets import Architecture
-from penstock.recipe.recipe import Dial, dials
+from penstock.recipe.recipe import Recompute, recompute_by_layer
 
 CONTEXT_BYTES = 1.3e9
 """What the driver, cuBLAS and loaded kernels take outside of torch's allocator: 150.75 GB of the H200 less what
@@ -44,9 +44,9 @@ class Work:
         """In full rows."""
         return self.rows * self.length
 
-    def dials(self, a: Architecture) -> list[Dial]:
+    def recompute_by_layer(self, a: Architecture) -> list[Recompute]:
         """What is computed again of every layer, from the first on."""
-        chosen = dials(self.recompute, a.layers)
+        chosen = recompute_by_layer(self.recompute, a.layers)
         if self.compiled and a.experts:  # the compiler does not see such a layer whole
             return ["none" if dial == "none" else "full" for dial in chosen]
         return chosen
@@ -62,7 +62,7 @@ class Peaks:
     """While the first layer, the last of backward, is computed; without gradients of weights."""
 
 
-def saved_in_layer(a: Architecture, work: Work, dial: Dial = "none") -> float:
+def saved_in_layer(a: Architecture, work: Work, dial: Recompute = "none") -> float:
     """Bytes that autograd keeps of one layer from forward to backward."""
     b, h = work.dtype_bytes, a.hidden
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
@@ -91,7 +91,7 @@ def saved_in_layer(a: Architecture, work: Work, dial: Dial = "none") -> float:
 def peaks(a: Architecture, work: Work, gpus: int = 1) -> Peaks:
     """Walk through forward, the loss and backward, and take the highest point. Of a gradient each GPU keeps a share."""
     b, h, tokens = work.dtype_bytes, a.hidden, work.tokens
-    whole, chosen = saved_in_layer(a, work), work.dials(a)
+    whole, chosen = saved_in_layer(a, work), work.recompute_by_layer(a)
     by_dial = {dial: saved_in_layer(a, work, dial) for dial in set(chosen)}
     saved = [by_dial[dial] for dial in chosen]
     layer_gradients = float(b * sum(p.size for p in layer_parameters(a)))

@@ -68,7 +68,7 @@ def arithmetic(a: Architecture, work: Work, machine: Machine) -> Arithmetic:
         "selected": second * _widening(a) + (0.0 if compiled else there * traffic),
         "full": forward - down,
     }
-    recompute = sum(again[dial] for dial in work.dials(a))
+    recompute = sum(again[dial] for dial in work.recompute_by_layer(a))
     return Arithmetic(a.layers * forward + head, a.layers * backward, recompute, head)
 
 

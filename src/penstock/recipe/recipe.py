@@ -280,22 +280,22 @@ def parse_homes(text: str) -> str | dict[str, float] | None:
     return shares if known and whole else None
 
 
-Dial = Literal["none", "selected", "full"]
-DIALS: tuple[Dial, ...] = ("none", "selected", "full")
+Recompute = Literal["none", "selected", "full"]
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selected", "full")
 """From most memory to least."""
 _RECOMPUTE = re.compile(r"auto|none|(selected|full)(:[0-9]+)?")
 
 
-def dials(recompute: str, num_layers: int) -> list[Dial]:
+def recompute_by_layer(recompute: str, num_layers: int) -> list[Recompute]:
     """What is computed again of every layer. `auto`, if nobody has planned, is nothing."""
     word, _, count = ("none" if recompute == "auto" else recompute).partition(":")
-    place = DIALS.index(cast(Dial, word))
+    place = RECOMPUTES.index(cast(Recompute, word))
     first = int(count) if count else num_layers
     if first > num_layers:
         raise RecipeError(
             f"the model has {num_layers} layers", where=f"recompute = {recompute}", remedy=f"Use {word} for all."
         )
-    return [DIALS[place] if number < first else DIALS[place - 1] for number in range(num_layers)]
+    return [RECOMPUTES[place] if number < first else RECOMPUTES[place - 1] for number in range(num_layers)]
 
 
 TRACKERS = ("tensorboard", "wandb", "trackio")

@@ -212,9 +212,9 @@ def _value(row: dict[str, Any], column: str) -> float | None:
 def _memory(run: RunRecord) -> Spec:
     totals = {"gpu": run.environment.get("gpu_bytes", 0), "host": run.environment.get("host_bytes", 0)}
     parts = [
-        {"place": _of_total(held["place"], totals), "part": held["part"], "GiB": held["num_bytes"] / 2**30}
-        for held in run.memory
-        if held["num_bytes"]
+        {"place": _of_total(use["place"], totals), "part": use["part"], "GiB": use["num_bytes"] / 2**30}
+        for use in run.memory
+        if use["num_bytes"]
     ]
     known = list(dict.fromkeys(str(part["part"]) for part in parts))
     return _sized({

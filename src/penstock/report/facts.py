@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from penstock.data.loader import Dataset
 from penstock.data.preview import samples, summary
-from penstock.engine import Engine, Held
+from penstock.engine import Engine, MemoryUse
 from penstock.flow.timeline import Span
 from penstock.machine.hardware import describe
 from penstock.report.metrics import Summary, to_json
@@ -103,13 +103,13 @@ class Recorder:
     def close(self) -> None:
         """The steps are over, state is still there."""
         self._stop()
-        self._write("memory", [dataclasses.asdict(held) for held in self._engine.memory()])
+        self._write("memory", [dataclasses.asdict(use) for use in self._engine.memory()])
 
     def end(self, result: Summary) -> None:
         """The run came to its end."""
         self._write("summary", json.loads(to_json(result)))
 
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryUse]:
         """What takes memory now."""
         return self._engine.memory()
 

@@ -158,7 +158,7 @@ def _plan(run: RunRecord) -> list[tuple[str, str, str, str]]:
     found: list[tuple[str, float, float, Callable[[float], str]]] = []
     found.append(("step", run.plan["step_seconds"], statistics.median(seconds[2:] or seconds), "{:.3g} s".format))
     for place in ("gpu", "host"):
-        measured = sum(held["num_bytes"] for held in run.memory if held["place"] == place)
+        measured = sum(use["num_bytes"] for use in run.memory if use["place"] == place)
         found.append((f"{place} memory", run.plan[f"{place}_bytes"], measured, _bytes))
     return [
         (what, words(planned), words(real), f"{real / planned - 1:+.0%}")

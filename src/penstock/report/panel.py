@@ -22,7 +22,7 @@ from rich.panel import Panel as Frame
 from rich.table import Table
 from rich.text import Text
 
-from penstock.engine import Held
+from penstock.engine import MemoryUse
 from penstock.errors import size
 from penstock.machine.hardware import describe
 from penstock.report.facts import Recorder
@@ -51,7 +51,7 @@ def peak_flops(device: str) -> float:
 class Sources:
     """What the panel asks for when a step has ended."""
 
-    memory: Callable[[], Sequence[Held]]
+    memory: Callable[[], Sequence[MemoryUse]]
     lanes: Callable[[], Mapping[str, float]]
     """Share of the time in which each lane was busy, in the step that was recorded; empty before."""
     totals: Mapping[str, int] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Panel:
         self._row: StepRow | None = None
         self._losses: list[float] = []
         self._eval, self._left, self._skipped = math.nan, 0.0, 0
-        self._memory: Sequence[Held] = ()
+        self._memory: Sequence[MemoryUse] = ()
         self._lanes: Mapping[str, float] = {}
         self._doing, self._since, self._saved = "", 0.0, ""
 
@@ -117,7 +117,7 @@ class Panel:
         if self._row is None:
             parts.append(Text("waiting for the first step", style="dim"))
         else:
-            parts.append(self._numbers(inner, narrow))
+            parts.append(self._numbers(narrow))
             curve = list(self._curve(inner)) if height >= SHORT else []
             parts += [Text(), *curve] if curve else []
             parts += [Text(), *self._bars(inner)]
@@ -139,7 +139,7 @@ class Panel:
         cells = max(4, width - len(label))
         return _bar([(step / max(1, self._total), "cyan")], cells).append(label)
 
-    def _numbers(self, width: int, narrow: bool) -> RenderableType:
+    def _numbers(self, narrow: bool) -> RenderableType:
         row, sources = self._row, self._sources
         assert row is not None, "drawn only after a step"
         rate = row.tokens / row.step_seconds if row.step_seconds else 0.0
@@ -175,17 +175,17 @@ class Panel:
 
     def _bars(self, width: int) -> Iterator[Text]:
         """A bar a place, filled in the colours of its parts, and the parts in words as far as there is room."""
-        for place in dict.fromkeys(held.place for held in self._memory):
-            parts = [held for held in self._memory if held.place == place and held.num_bytes]
-            used = sum(held.num_bytes for held in parts)
+        for place in dict.fromkeys(use.place for use in self._memory):
+            parts = [use for use in self._memory if use.place == place and use.num_bytes]
+            used = sum(use.num_bytes for use in parts)
             total = self._sources.totals.get(place) or used
             label = f" {size(used)} of {size(total)}" if total != used else f" {size(used)}"
-            shares = [(held.num_bytes / max(1, total), PART_STYLES.get(held.part, "red")) for held in parts]
+            shares = [(use.num_bytes / max(1, total), PART_STYLES.get(use.part, "red")) for use in parts]
             yield Text(f"{place:<5}").append(_bar(shares, max(4, width - 5 - len(label)))).append(label)
             words = Text("     ")
-            for held in parts:
-                words.append("■ ", PART_STYLES.get(held.part, "red"))
-                words.append(f"{held.part} {size(held.num_bytes)}  ", "dim")
+            for use in parts:
+                words.append("■ ", PART_STYLES.get(use.part, "red"))
+                words.append(f"{use.part} {size(use.num_bytes)}  ", "dim")
             yield words
 
     def _lane_line(self) -> Text:

@@ -15,19 +15,19 @@ import yaml
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from penstock.bench.this_machine import known_machine, this_machine
-from penstock.checkpoint.resume import as_begun, check_same_run, find_start, goes_on_in, verify_saved
+from penstock.checkpoint.resume import Saved, as_begun, check_same_run, find_start, goes_on_in, verify_saved
 from penstock.checkpoint.run_dir import check_room, check_run_dir
-from penstock.data.loader import Dataset, prepare
+from penstock.data.loader import Dataset, Position, prepare
 from penstock.engine.deepspeed_start import can_save, check_deepspeed
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import UserError, counted
 from penstock.machine.hardware import describe, pick_compile, pick_device, pick_dtype
 from penstock.model.load import load_config, load_tokenizer
-from penstock.model.load_rows import build_sharded
+from penstock.model.load_rows import build_on_meta
 from penstock.plan.layout import FORMATS
 from penstock.plan.predict import Plan
 from penstock.plan.report import make_plan, short, with_recompute
-from penstock.recipe.recipe import Recipe, dials, to_dict
+from penstock.recipe.recipe import Recipe, recompute_by_layer, to_dict
 from penstock.report.console import Console
 
 
@@ -43,6 +43,27 @@ class Run:
     total_steps: int
 
 
+@dataclass(frozen=True)
+class Start:
+    """A run with what the plan chose for it, and the checkpoint that it goes on from, if any."""
+
+    run: Run
+    plan: Plan | None
+    saved: Saved | None
+
+    @property
+    def first_step(self) -> int:
+        """The next step; they count from 1."""
+        return self.saved.step + 1 if self.saved else 1
+
+    @property
+    def position(self) -> Position:
+        """Where the next step begins. If the data was changed by force, its place may be beyond their end."""
+        position = self.saved.position if self.saved else Position()
+        in_data = position.row < self.run.data.train.num_rows
+        return position if in_data else Position(position.epoch + 1, 0)
+
+
 def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resume: bool = False) -> Run:
     """Everything that can be wrong without loading a weight is found here."""
     device = world.pick(pick_device(recipe.device))
@@ -53,7 +74,7 @@ def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resum
     make_repeatable(recipe)
     config, tokenizer = load_config(recipe), load_tokenizer(recipe)
     if layers := getattr(config.get_text_config(), "num_hidden_layers", 0):
-        dials(recipe.recompute, layers)  # says so if there are not so many
+        recompute_by_layer(recipe.recompute, layers)  # says so if there are not so many
     with console.phase(f"Reading {recipe.data}"), world.in_turn():
         data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say)
     steps = math.ceil(recipe.epochs * data.train.steps_per_epoch())
@@ -80,7 +101,7 @@ def foresee_disk(run: Run, first_step: int) -> None:
     if run.recipe.engine == "deepspeed":
         return
     dtype = torch.bfloat16 if run.recipe.dtype == "bf16" else torch.float32
-    model = build_sharded(run.recipe, run.config, dtype, lambda model: model.tie_weights())
+    model = build_on_meta(run.recipe, run.config, dtype, lambda model: model.tie_weights())
     weights = sum(p.nbytes for p in model.parameters())
     state = sum(FORMATS[run.recipe.states].num_bytes(p.numel(), dtype.itemsize) for p in model.parameters())
     check_disk(run, first_step, weights + state, weights)

@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-
-from penstock.checkpoint.export import export, mend_generation
-from penstock.checkpoint.export_ranks import export_sharded
+from penstock.checkpoint.export import export
+from penstock.checkpoint.export_ranks import export_from_ranks
 from penstock.checkpoint.lock import claim
 from penstock.checkpoint.resume import (
-    Identity,
-    Saved,
     as_begun,
-    check_same_model,
     check_same_run,
     find_start,
     goes_on_in,
-    model_fingerprint,
     restore,
     save_run,
     saved_metrics,
     verify_saved,
 )
 from penstock.checkpoint.run_dir import check_run_dir, make_run_dir, note_ranks
-from penstock.data.loader import Dataset, Position
 from penstock.engine import Engine
-from penstock.engine.deepspeed import DeepSpeedEngine
-from penstock.engine.deepspeed_start import load_device
-from penstock.engine.fsdp import load_for_ranks
-from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE, World, bind, joined
 from penstock.machine.hardware import describe, pick_device
 from penstock.machine.launch import check_batch
-from penstock.model.flops import flops_per_token
-from penstock.model.load import load_model
 from penstock.recipe.recipe import Recipe
 from penstock.report.console import Console
 from penstock.report.facts import Recorder
@@ -49,7 +34,8 @@ from penstock.report.panel import sources_of
 from penstock.report.trackers import Trackers
 from penstock.run.ending import Stop, disk_advice, interrupted, memory_advice, signals
 from penstock.run.generate import answer
-from penstock.run.preparation import Run, check_disk, foresee_disk, planned, prepare_run
+from penstock.run.loading import Loaded, load_engine
+from penstock.run.preparation import Run, Start, foresee_disk, planned, prepare_run
 from penstock.run.progress import Progress
 
 
@@ -66,94 +52,35 @@ def train(
 
     Of several ranks all run this; the first one alone reads and writes the directory of the run.
     """
-    run_dir = recipe.run_dir
     check_batch(recipe.batch_size, world.size)
     device = world.pick(pick_device(recipe.device))
     trackers = Trackers(recipe if world.first else replace(recipe, track=""), console.say)
-    with joined(world, device), claimed(run_dir, resume, world, overwrite=overwrite) as own, trackers:
+    with joined(world, device), claimed(recipe.run_dir, resume, world, overwrite=overwrite) as own, trackers:
         if recipe.bind_cores:
             bind(world, device)
-        saved = world.share(lambda: find_start(run_dir, resume, overwrite=overwrite))
-        run = prepare_run(as_begun(recipe, saved), console, world, resume=bool(resume))
-        recipe = run.recipe
-        if saved:
-            check_same_run(saved, recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
-            with console.phase(f"Checking {saved.checkpoint.path}"):
-                world.share(lambda: verify_saved(saved, console.say))
-        elif resume:
-            console.say(f"There is no checkpoint in {run_dir} yet: beginning with step 1")
-        first_step = saved.step + 1 if saved else 1
-        world.share(lambda: foresee_disk(run, first_step))
-        run, plan = planned(run, console, world)
-        recipe = run.recipe
-        with console.phase(f"Loading {recipe.model}") as loading, memory_advice(recipe, world.size):
-            model, remainders = load(run, console, world)
-            loading.num_bytes = sum(p.nbytes for p in model.parameters())
-            stop_at(model, end_tokens(run))
-            mend_generation(model, console.say)
-            fingerprint = model_fingerprint(model, values=recipe.init == "pretrained", remainders=remainders)
-            if saved:
-                check_same_model(saved, fingerprint, anyway=resume_anyway)
-            num_params = sum(p.numel() for p in model.parameters())
-            console.say(f"  {num_params / 1e6:,.1f} M parameters on {world.times}{describe(run.device)}")
-            per_token = flops_per_token(model, run.data.train.mean_length)
-        with console.phase(f"Making ready to train in mode {recipe.mode}"), memory_advice(recipe, world.size):
-            engine, before = start_engine(model, remainders, run, saved, console, world)
-        check_disk_of(engine, run, first_step, world)
-
+        start = find_beginning(recipe, console, world, overwrite=overwrite, resume=resume, resume_anyway=resume_anyway)
+        run, recipe = start.run, start.run.recipe
+        loaded = load_engine(start, console, world, resume_anyway=resume_anyway)
         if world.first:
-            make_run_dir(recipe, world, keep_checkpoints=saved is not None and own)
-            note_ranks(run_dir, world, describe(run.device))
-        progress = Progress(recipe, run.total_steps, console, plan)
-
-        def seen(row: StepRow) -> None:
-            trackers.row(row)
-            progress.row(row)
-
-        def evaluated(row: EvalRow) -> None:
-            trackers.evaluated(row)
-            console.evaluated(row)
-
-        metrics = Metrics(run_dir, on_row=seen, on_eval=evaluated, write=world.first)
-        if saved:
-            with console.phase(f"Taking up the run after step {saved.step:,}"):
-                metrics.restore(world.share(lambda: saved_metrics(saved)))
-                progress.catch_up(metrics.rows)
-                restore(saved, engine, console.say, world)
-        trackers.start(metrics.rows, metrics.evals)
-        recorder = Recorder(run_dir, engine, first_step, run.total_steps, write=world.first)
-        recorder.start(run.data, run.tokenizer, run.device)
-        if plan:
-            recorder.planned(plan.seconds.step, plan.peak_bytes("gpu"), plan.peak_bytes("host"))
-        identity = Identity.of(recipe, run.total_steps, run.data.fingerprint, fingerprint, before, model)
-
-        def save(step: int, position: Position) -> None:
-            with console.phase(f"Saving step {step:,}"):
-                save_run(run_dir, identity, step, position, engine, metrics.saved(), console.say, world)
-
-        model_dir = run_dir / "model"
+            make_run_dir(recipe, world, keep_checkpoints=start.saved is not None and own)
+            note_ranks(recipe.run_dir, world, describe(run.device))
+        records = begin_or_go_on(start, loaded.engine, trackers, console, world)
         with signals() as stop:
-            sources = sources_of(recorder, run.device, per_token)
-            watched = console.training(recipe.name, run.total_steps, sources, metrics.rows)
-            with watched, memory_advice(recipe, world.size), disk_advice(run_dir):
-                run_steps(run, engine, metrics, recorder, stop, save, first_step, place_in(run.data, saved), world)
-            recorder.close()
-            engine.release()
-            cut_off = metrics.rows[-1].step < run.total_steps
+            sources = sources_of(records.recorder, run.device, loaded.flops_per_token)
+            watched = console.training(recipe.name, run.total_steps, sources, records.metrics.rows)
+            with watched, memory_advice(recipe, world.size), disk_advice(recipe.run_dir):
+                run_steps(start, loaded, records, stop, console, world)
+            records.recorder.close()
+            loaded.engine.release()
+            last_step = records.metrics.rows[-1].step
+            cut_off = last_step < run.total_steps
             if not cut_off or not recipe.keep:
-                with console.phase(f"Exporting to {model_dir}"):
-                    if engine.sharded:
-                        export_sharded(model, run.tokenizer, model_dir, recipe, world, console.say)
-                    elif world.first:
-                        export(model, run.tokenizer, model_dir, trust_remote_code=recipe.trust_remote_code)
+                export_model(loaded.engine, run, console, world)
         if cut_off:
             world.largest(0)  # or a rank that ends would end the one that still writes the model
-            raise interrupted(recipe, stop, metrics.rows[-1].step, run.total_steps)
-        has_model = engine.sharded or world.first
-        after = answer(model, run.tokenizer, recipe, recipe.prompt) if recipe.prompt and has_model else ""
-        dialogue = Answer(recipe.prompt, before, after) if recipe.prompt else None
-        summary = summarize(metrics, model_dir, run_dir, dialogue)
-        recorder.end(summary)
+            raise interrupted(recipe, stop, last_step, run.total_steps)
+        summary = summarize(records.metrics, recipe.run_dir, ask_again(run, loaded, world))
+        records.recorder.end(summary)
         return summary
 
 
@@ -174,95 +101,70 @@ def claimed(run_dir: Path, resume: str, world: World, *, overwrite: bool) -> Ite
         yield own
 
 
-def load(run: Run, console: Console, world: World) -> tuple[PreTrainedModel, dict[nn.Parameter, Tensor]]:
-    """The model, or this rank's shards of it, and what its weights lost in rounding if that is known already."""
-    if not world.many or run.recipe.engine == "deepspeed":
-        return load_model(run.recipe, run.config, load_device(run.recipe, run.device, world), console.say), {}
-    sharded = load_for_ranks(run.recipe, run.config, run.device, world.size, console.say)
-    return sharded.model, sharded.remainders
-
-
-def end_tokens(run: Run) -> set[int]:
-    """The tokens that end the responses of the data: special ones that are trained on last."""
-    store, tokenizer = run.data.train.store, run.tokenizer
-    special = set(tokenizer.all_special_ids)
-    special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    examples = (store.example(i) for i in range(min(len(store), 256)))
-    return {int(ids[mask.nonzero()[0][-1]]) for ids, mask in examples} & special
-
-
-def stop_at(model: PreTrainedModel, ends: set[int]) -> None:
-    """Let generation stop where the model is taught to: a chat template may end turns with another token than eos."""
-    config = model.generation_config
-    assert config is not None, "a causal model has a generation config"
-    known = config.eos_token_id
-    known = {known} if isinstance(known, int) else set(known or ())
-    if not ends <= known:
-        config.eos_token_id = sorted(known | ends)
-
-
-def start_engine(
-    model: PreTrainedModel,
-    remainders: dict[nn.Parameter, Tensor],
-    run: Run,
-    saved: Saved | None,
-    console: Console,
-    world: World,
-) -> tuple[Engine, str]:
-    """The engine, and what the model says before training. DeepSpeed cuts the weights, so that it is asked first."""
-
-    def say(text: str) -> None:
-        console.say(f"  {text}")
-
-    if run.recipe.engine == "deepspeed":
-        before = answer_before(model, run, saved) if world.first else ""
-        return DeepSpeedEngine(model, run.recipe, say, world), before
-    engine = NativeEngine(model, run.recipe, say, world, remainders)
-    return engine, answer_before(model, run, saved)
-
-
-def answer_before(model: PreTrainedModel, run: Run, saved: Saved | None) -> str:
-    """What the model says before training; after a resume, what it said then."""
-    prompt = run.recipe.prompt
+def find_beginning(
+    recipe: Recipe, console: Console, world: World, *, overwrite: bool, resume: str, resume_anyway: bool
+) -> Start:
+    """What the run will do and from which step on, with every check that needs no weights."""
+    saved = world.share(lambda: find_start(recipe.run_dir, resume, overwrite=overwrite))
+    run = prepare_run(as_begun(recipe, saved), console, world, resume=bool(resume))
     if saved:
-        return saved.before if saved.recipe.get("prompt") == prompt else ""
-    return answer(model, run.tokenizer, run.recipe, prompt) if prompt else ""
+        check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
+        with console.phase(f"Checking {saved.checkpoint.path}"):
+            world.share(lambda: verify_saved(saved, console.say))
+    elif resume:
+        console.say(f"There is no checkpoint in {recipe.run_dir} yet: beginning with step 1")
+    world.share(lambda: foresee_disk(run, saved.step + 1 if saved else 1))
+    chosen, plan = planned(run, console, world)
+    return Start(chosen, plan, saved)
 
 
-def check_disk_of(engine: Engine, run: Run, first_step: int, world: World = ALONE) -> None:
-    """Before the first step, see that there is room for all that the run will write. All ranks take part."""
-    sizes = {group: sum(t.num_bytes for t in tensors) for group, tensors in engine.saved_tensors().items()}
-    checkpoint_bytes = sum(sizes.values())
-    if not engine.sharded:  # each rank has tensors of its own
-        checkpoint_bytes = int(world.total(torch.tensor(checkpoint_bytes)))
-    world.share(lambda: check_disk(run, first_step, checkpoint_bytes, sizes["weights"]))
+@dataclass(frozen=True)
+class Records:
+    """What is written down while a run goes on."""
+
+    metrics: Metrics
+    """A row a step and a row an evaluation."""
+    recorder: Recorder
+    """Facts for the report."""
 
 
-def place_in(data: Dataset, saved: Saved | None) -> Position:
-    """Where the next step begins. If the data was changed by force, its place may be beyond their end."""
-    position = saved.position if saved else Position()
-    return position if position.row < data.train.num_rows else Position(position.epoch + 1, 0)
+def begin_or_go_on(start: Start, engine: Engine, trackers: Trackers, console: Console, world: World) -> Records:
+    """Open the records; of a run that goes on, with its rows so far, and the engine as it was saved."""
+    run, plan, run_dir = start.run, start.plan, start.run.recipe.run_dir
+    progress = Progress(run.recipe, run.total_steps, console, plan)
+
+    def seen(row: StepRow) -> None:
+        trackers.row(row)
+        progress.row(row)
+
+    def evaluated(row: EvalRow) -> None:
+        trackers.evaluated(row)
+        console.evaluated(row)
+
+    metrics = Metrics(run_dir, on_row=seen, on_eval=evaluated, write=world.first)
+    if saved := start.saved:
+        with console.phase(f"Taking up the run after step {saved.step:,}"):
+            metrics.restore(world.share(lambda: saved_metrics(saved)))
+            progress.catch_up(metrics.rows)
+            restore(saved, engine, console.say, world)
+    trackers.start(metrics.rows, metrics.evals)
+    recorder = Recorder(run_dir, engine, start.first_step, run.total_steps, write=world.first)
+    recorder.start(run.data, run.tokenizer, run.device)
+    if plan:
+        recorder.planned(plan.seconds.step, plan.peak_bytes("gpu"), plan.peak_bytes("host"))
+    return Records(metrics, recorder)
 
 
-def run_steps(
-    run: Run,
-    engine: Engine,
-    metrics: Metrics,
-    recorder: Recorder,
-    stop: Stop,
-    save: Callable[[int, Position], None],
-    first_step: int,
-    position: Position,
-    world: World = ALONE,
-) -> None:
+def run_steps(start: Start, loaded: Loaded, records: Records, stop: Stop, console: Console, world: World) -> None:
     """The loop. It ends after the last step, or after the step in which a signal came to any rank, and saves then."""
-    recipe = run.recipe
+    run, recipe, position = start.run, start.run.recipe, start.position
+    engine, metrics = loaded.engine, records.metrics
     metrics.start_clock()
-    for step in range(first_step, run.total_steps + 1):
+    for step in range(start.first_step, run.total_steps + 1):
         tokens, trained = run.data.train.counts_at(position)
         batches, position = run.data.train.step_at(position, world.rank, world.size)
         lr = lr_at(recipe, step, run.total_steps)
-        recorder.step_begins(step)
+        records.recorder.step_begins(step)
         engine.begin(lr)
         for number, batch in enumerate(batches, start=1):
             engine.accumulate(batch, trained, last=number == len(batches))
@@ -278,7 +180,9 @@ def run_steps(
         due = last or asked != 0 or (recipe.save_every and step % recipe.save_every == 0)
         if due and recipe.keep:
             metrics.settle()
-            save(step, position)
+            with console.phase(f"Saving step {step:,}"):
+                rows = metrics.saved()
+                save_run(recipe.run_dir, loaded.identity, step, position, engine, rows, console.say, world)
             metrics.start_clock()
         if due and (asked := asked or world.largest(stop.number)):  # it may have come during the save
             stop.number = asked
@@ -297,7 +201,27 @@ def lr_at(recipe: Recipe, step: int, total_steps: int) -> float:
     return recipe.lr * ((1 + math.cos(math.pi * progress)) / 2 if recipe.schedule == "cosine" else 1 - progress)
 
 
-def summarize(metrics: Metrics, model_dir: Path, run_dir: Path, dialogue: Answer | None) -> Summary:
+def export_model(engine: Engine, run: Run, console: Console, world: World) -> None:
+    """Write the model for other programs. All ranks take part."""
+    recipe, model_dir = run.recipe, run.recipe.run_dir / "model"
+    with console.phase(f"Exporting to {model_dir}"):
+        if engine.rows_on_ranks:
+            export_from_ranks(engine.model, run.tokenizer, model_dir, recipe, world, console.say)
+        elif world.first:
+            export(engine.model, run.tokenizer, model_dir, trust_remote_code=recipe.trust_remote_code)
+
+
+def ask_again(run: Run, loaded: Loaded, world: World) -> Answer | None:
+    """What the trained model says to the recipe's prompt, beside what it said before."""
+    prompt, engine = run.recipe.prompt, loaded.engine
+    if not prompt:
+        return None
+    has_model = engine.rows_on_ranks or world.first
+    after = answer(engine.model, run.tokenizer, run.recipe, prompt) if has_model else ""
+    return Answer(prompt, loaded.identity.before, after)
+
+
+def summarize(metrics: Metrics, run_dir: Path, dialogue: Answer | None) -> Summary:
     """The run in one object."""
     rows = metrics.rows
     tokens, seconds = sum(row.tokens for row in rows), sum(row.step_seconds for row in rows)
@@ -311,7 +235,7 @@ def summarize(metrics: Metrics, model_dir: Path, run_dir: Path, dialogue: Answer
         tokens_per_s=tokens / seconds,
         seconds=seconds,
         skipped_steps=sum(row.skipped for row in rows),
-        model_dir=str(model_dir),
+        model_dir=str(run_dir / "model"),
         run_dir=str(run_dir),
         answer=dialogue,
     )
