@@ -55,6 +55,7 @@ def test_commands_name_flags_and_presets_that_exist(words, tmp_path, monkeypatch
         assert words[1] in PRESETS or words[1].endswith(".yaml")
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_its_losses_fall(tmp_path):
     cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

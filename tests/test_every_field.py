@@ -198,6 +198,7 @@ def baseline(tmp_path_factory, places):
 
 
 @pytest.mark.parametrize("field", [name for name, change in CHANGES.items() if change is not None])
+@pytest.mark.slow
 def test_changing_the_field_changes_the_run(field, tmp_path, places, baseline, monkeypatch):
     monkeypatch.chdir(tmp_path)
     try:

@@ -14,7 +14,12 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize(
     "command",
-    [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"], ["lint-imports"]],
+    [
+        ["ruff", "check", "."],
+        ["ruff", "format", "--check", "."],
+        pytest.param(["mypy"], marks=pytest.mark.slow),
+        ["lint-imports"],
+    ],
     ids=lambda command: command[0] + command[1] if len(command) > 1 else command[0],
 )
 def test_tool_is_content(command):

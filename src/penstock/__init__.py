@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.offload.optimizer import OffloadAdamW
+    from penstock.offload.adamw import OffloadAdamW
 
 __version__ = "0.1.0"
 __all__ = ["OffloadAdamW", "__version__"]
@@ -14,7 +14,7 @@ __all__ = ["OffloadAdamW", "__version__"]
 def __getattr__(name: str) -> Any:
     """`penstock.OffloadAdamW`, imported when it is asked for: importing penstock alone must not import torch."""
     if name == "OffloadAdamW":
-        from penstock.offload.optimizer import OffloadAdamW
+        from penstock.offload.adamw import OffloadAdamW
 
         return OffloadAdamW
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

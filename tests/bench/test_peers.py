@@ -111,6 +111,7 @@ child.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.slow
 def test_an_interrupt_leaves_nothing_behind(tmp_path, number):
     """Ctrl-C and a job's time limit reach only us, since a peer has a session of its own."""
     log = tmp_path / "peer.log"
@@ -157,6 +158,7 @@ class FlashAdamW(torch.optim.AdamW):
     ],
     ids=["fine", "memory", "dependency"],
 )
+@pytest.mark.slow
 def test_the_child_itself(tmp_path, monkeypatch, body, error):
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "flashoptim.py").write_text(STAND_IN.format(body=body))

@@ -124,6 +124,7 @@ def test_a_bad_yaml_file_is_refused_by_name(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_is_said(number, code, tmp_path, monkeypatch, capsys):
     def loads_for_long(*_, **__):
         try:
@@ -233,6 +234,7 @@ assert "penstock" not in sys.modules
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_deepspeed_where_it_cannot_run_says_what_to_use_instead(tmp_path):
     result = penstock("train", "demo", "--engine", "deepspeed", "--device", "cpu", "--dry-run", cwd=tmp_path)
     assert result.returncode == 2
@@ -258,6 +260,7 @@ def test_the_preview_loses_no_end_of_a_line(capsys):
 
 
 @pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.slow
 def test_a_rank_leaves_without_taking_its_interpreter_down(joined):
     """Threads of gloo may still hold tensors then, and abort the process."""
     code = (

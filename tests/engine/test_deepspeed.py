@@ -90,6 +90,7 @@ def found(count, once):
 @pytest.mark.parametrize(
     ("count", "name"), [(1, name) for name in ON_ONE_RANK] + [(2, name) for name in SCENARIOS], indirect=["count"]
 )
+@pytest.mark.slow
 def test_the_curve_is_ours_to_rounding(found, name):
     """In fp32 CPUAdam and ours round differently by 1e-7; in bf16 DeepSpeed rounds weights half to even, ours away.
 
@@ -153,6 +154,7 @@ def whole(count, once):
     return run, json.loads(printed)
 
 
+@pytest.mark.slow
 def test_a_whole_run_is_ours_to_rounding_and_answers(whole, once):
     run, summary = whole
     assert summary["steps"] == 4
@@ -165,6 +167,7 @@ def test_a_whole_run_is_ours_to_rounding_and_answers(whole, once):
     assert summary["answer"] == ours["answer"]
 
 
+@pytest.mark.slow
 def test_a_whole_run_leaves_what_its_report_needs(whole, count, tmp_path):
     run, _ = whole
     facts = {path.stem: json.loads(path.read_text()) for path in (run / "facts").iterdir()}
@@ -179,6 +182,7 @@ def test_a_whole_run_leaves_what_its_report_needs(whole, count, tmp_path):
     assert "was hidden" not in page, "of what DeepSpeed hides nothing is known"
 
 
+@pytest.mark.slow
 def test_a_whole_run_resumes_to_the_same_model_and_exports_it(whole, count, tmp_path):
     run, _ = whole
     saved, again, out = run / "checkpoints" / "step-00000002", tmp_path / "again", tmp_path / "exported"
@@ -192,12 +196,14 @@ def test_a_whole_run_resumes_to_the_same_model_and_exports_it(whole, count, tmp_
 
 
 @pytest.mark.parametrize("count", [2], indirect=True)
+@pytest.mark.slow
 def test_another_number_of_ranks_is_refused(whole, tmp_path):
     saved = whole[0] / "checkpoints" / "step-00000002"
     wrong = penstock(*TRAIN, "--output-dir", tmp_path / "wrong", "--resume", saved)
     assert "saved by another number of ranks" in finish(wrong, code=5)
 
 
+@pytest.mark.slow
 def test_a_signal_saves_on_all_ranks_and_the_run_goes_on(tmp_path, count):
     run, long = tmp_path / "run", ["--max-steps", 200, "--epochs", 100]
     process = penstock(*TRAIN, *long, "--output-dir", run, ranks=count)

@@ -30,6 +30,7 @@ def assert_same(several, one, config):
 
 
 @pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.slow
 def test_ranks_train_what_one_rank_trains(ranks, alone, count):
     """Steps of five rows: ranks have unlike numbers of them, and some run a micro-batch without any."""
     chosen = [number for number, config in enumerate(CONFIGS) if count == 2 or config.get("homes") in (None, HOMES[3])]
@@ -55,6 +56,7 @@ def test_a_gather_waits_for_the_update_of_its_unit(ranks):
     assert [result["rows"] for result in slow] == [result["rows"] for result in fast]
 
 
+@pytest.mark.slow
 def test_reduce_dtype_changes_the_sum_of_bf16_gradients(ranks):
     """Of three: the sum of two bf16 numbers is rounded once either way."""
     base = {"dtype": "bf16", "data_percent": 3.0, "batch_size": 3}

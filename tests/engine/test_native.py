@@ -112,6 +112,7 @@ def test_norms_biases_and_sinks_do_not_decay():
     assert len(decayed) + len(plain) == len(names)
 
 
+@pytest.mark.slow
 def test_packed_and_unpacked_runs_give_every_example_the_same_loss():
     """The demo's own examples and weights, in fp32, read through the loader both ways."""
     packed, alone = (example_losses(packing) for packing in (True, False))

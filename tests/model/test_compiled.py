@@ -11,7 +11,7 @@ from penstock.model.compiled import _changes_in_place, set_compile
 from penstock.model.decoder import find_decoder
 from penstock.model.loss import packed_loss
 from penstock.model.recompute import set_recompute
-from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.trained import TrainedUnit
 from penstock.recipe.recipe import recompute_by_layer
 

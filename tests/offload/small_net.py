@@ -5,7 +5,8 @@ from dataclasses import fields
 import torch
 from torch import nn
 
-from penstock.offload.optimizer import Behaviour, OffloadAdamW, update_time
+from penstock.offload.adamw import OffloadAdamW
+from penstock.offload.optimizer import Behaviour, update_time
 from penstock.offload.placing import CPU_ADAM_CORES, place
 from penstock.offload.trained import find_trained
 from penstock.plan.layout import FORMATS

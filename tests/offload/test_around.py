@@ -10,7 +10,7 @@ from small_net import HOMES, Net, assert_same, batches, loss_of, offload, run
 from torch import nn
 
 from penstock.errors import RecipeError
-from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.stream import StreamHome
 from penstock.update.host_threads import HostThreads
 from penstock.update.master import split

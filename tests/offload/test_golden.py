@@ -5,7 +5,7 @@ import json
 import golden
 import pytest
 
-from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.placing import placement_for
 
 WRITTEN = json.loads(golden.FILE.read_text())

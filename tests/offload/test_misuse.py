@@ -6,8 +6,8 @@ from small_net import Net, assert_same, batches, loss_of, run
 from torch import nn
 
 from penstock.errors import RecipeError
+from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.misuse import format_named
-from penstock.offload.optimizer import OffloadAdamW
 from penstock.plan.layout import FORMATS
 
 

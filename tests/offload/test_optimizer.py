@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from small_net import HOMES, Net, assert_same, batches, loss_of, offload, run
 from torch import nn
 
-from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.adamw import OffloadAdamW
 from penstock.plan.layout import FORMATS
 from penstock.update.formats import view_state
 from penstock.update.master import round_to_bf16_
@@ -38,6 +38,7 @@ def test_homes_give_the_same_bits(homes, clip, dtype, states, device):
     part=st.sampled_from([256, 512, 1 << 15]),
 )  # fmt: skip
 @example(chunk_size=2000, homes="host", overlap=True, cores=1.0, part=256)
+@pytest.mark.slow
 def test_chunking_overlap_and_threads_change_no_bit(states, chunk_size, homes, overlap, cores, part):
     plain = run(steps=3, states=states)
     with pytest.MonkeyPatch.context() as patch:

@@ -3,7 +3,7 @@ import torch
 from small_net import Net
 from torch import nn
 
-from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.placing import _bytes_after, _requirements, place, placement_for, smaller_formats
 from penstock.offload.trained import find_trained
 from penstock.plan.layout import FORMATS

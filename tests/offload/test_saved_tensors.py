@@ -5,7 +5,7 @@ import torch
 from small_net import offload
 from torch import nn
 
-from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.saved_tensors import state_tensors
 
 HOMES = ["gpu", "stream", "host", {"gpu": 0.4, "stream": 0.3, "host": 0.3}]

@@ -14,7 +14,7 @@ from checked import SOURCE, Race, checked
 
 from penstock.flow import transfers
 from penstock.offload import prefetch
-from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.placing import find_trained, place
 from penstock.plan.layout import FORMATS
 from penstock.plan.split import Manner, Profile

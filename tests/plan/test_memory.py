@@ -62,6 +62,7 @@ def saved_bytes(kind, layers, attention="varlen"):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3", "seed_oss", "qwen3_moe", "gpt_oss"])
+@pytest.mark.slow
 def test_a_layer_keeps_what_the_formula_says(kind):
     a = from_config({"model_type": kind, "num_hidden_layers": 3, "sliding_window": 128, **SHAPE}, kind)
     measured = saved_bytes(kind, 3) - saved_bytes(kind, 2)

@@ -7,8 +7,9 @@ import pytest
 
 from penstock.machine.known import H200, MACHINES
 from penstock.plan import memory, speed
+from penstock.plan.job import Job, Settings
 from penstock.plan.layout import Buffer
-from penstock.plan.predict import QUEUE, Job, Settings, largest_parts, predict
+from penstock.plan.predict import QUEUE, largest_parts, predict
 from penstock.plan.solve import plans
 from penstock.recipe.presets import ARCHITECTURES, PRESETS, Architecture
 

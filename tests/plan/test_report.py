@@ -14,6 +14,7 @@ from penstock.command.cli import main
 from penstock.data.run_length import run_length
 from penstock.errors import RecipeError
 from penstock.machine.known import H200, MACHINES
+from penstock.plan.refusal import with_flags, without_flags
 from penstock.plan.report import (
     compare,
     lines,
@@ -22,9 +23,7 @@ from penstock.plan.report import (
     matrix,
     matrix_lines,
     short,
-    with_flags,
     with_recompute,
-    without_flags,
 )
 from penstock.recipe.presets import PRESETS
 
@@ -79,6 +78,7 @@ def test_what_does_not_fit_exits_3_with_a_command_that_does(words, capsys):
 
 @pytest.mark.parametrize("gpu", MACHINES)
 @pytest.mark.parametrize("preset", ["llama-70b", "gpt-oss-20b", "seed-oss-36b", "qwen3-30b-a3b", "qwen3-14b", "phi-4"])
+@pytest.mark.slow
 def test_every_command_to_paste_is_true(preset, gpu, capsys):
     code = main(["plan", preset, "--gpu", gpu])
     error = capsys.readouterr().err

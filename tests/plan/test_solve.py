@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.machine.known import H200, MACHINES
-from penstock.plan.predict import Job, Settings, predict
+from penstock.plan.job import Job, Settings
+from penstock.plan.predict import predict
 from penstock.plan.report import make_plan
 from penstock.plan.solve import EVERYTHING, EXACTNESS, Free, alternatives, cheapest_change, flags_between, plans, solve
 from penstock.recipe.presets import ARCHITECTURES, PRESETS, Architecture

@@ -31,8 +31,8 @@ from penstock.model.attention import use_attention
 from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.model.load_rows import _read
 from penstock.model.source import find_source
+from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.dtensors import all_say, extents, local, local_start
-from penstock.offload.optimizer import OffloadAdamW
 from penstock.offload.placing import placement_for
 from penstock.offload.saved_tensors import state_tensors
 from penstock.recipe.presets import PRESETS

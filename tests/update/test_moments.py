@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.offload.optimizer import OffloadAdamW
+from penstock.offload.adamw import OffloadAdamW
 from penstock.plan.layout import FORMATS, Chunk
 from penstock.update import moments
 from penstock.update.adamw import NUM_SEEDS, SEED, AdamW, AdamWScalars, adamw_reference_
@@ -67,6 +67,7 @@ def test_bf16_is_unbiased_over_elements(value):
 
 
 @pytest.mark.parametrize("states", ROUNDED)
+@pytest.mark.slow
 def test_rounding_is_unbiased_over_steps_and_parameters(states):
     values = torch.tensor([1.0, 0.3337, 0.0123, 1.7e-3])
     for places in ([(seed, 0) for seed in range(2000)], [(0, salt) for salt in range(2000)]):
@@ -258,6 +259,7 @@ def learn(states, seed=0, steps=600):
 
 
 @pytest.mark.parametrize(("states", "tolerance"), [("bf16", 1.01), ("int8", 1.05)])
+@pytest.mark.slow
 def test_training_ends_close_to_exact_state(states, tolerance):
     start, exact = learn("fp32")
     _, other = learn(states)

@@ -223,6 +223,7 @@ def plan(words: list[str]) -> int:
     from penstock.data.run_length import run_length
     from penstock.machine.known import adjusted, find_machine
     from penstock.plan import report
+    from penstock.plan.refusal import refusal
 
     known = {"host_memory": args.host_memory, "gpu_memory": args.gpu_memory, "link": args.link, "cores": args.cores}
     if args.gpu:
@@ -242,9 +243,9 @@ def plan(words: list[str]) -> int:
     if found.plan.fits or not args.json:
         print(json.dumps(planned) if args.json else "\n".join(report.lines(found)))
     if not found.plan.fits:
-        refusal = report.refusal(found, ["penstock", "plan" if args.gpu else "train", *words])
-        refusal.found = planned
-        raise refusal
+        refused = refusal(found, ["penstock", "plan" if args.gpu else "train", *words])
+        refused.found = planned
+        raise refused
     return 0
 
 

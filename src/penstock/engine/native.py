@@ -19,8 +19,9 @@ from penstock.engine.trial import try_once
 from penstock.errors import DoesNotFit
 from penstock.flow.timeline import Span
 from penstock.machine.hardware import pick_compile
+from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.dtensors import local
-from penstock.offload.optimizer import Behaviour, OffloadAdamW, update_time
+from penstock.offload.optimizer import Behaviour, update_time
 from penstock.offload.placing import place
 from penstock.offload.saved_tensors import SavedTensor, state_tensors, weight_tensors
 from penstock.offload.trained import find_trained

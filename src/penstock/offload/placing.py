@@ -138,13 +138,12 @@ def _choose(
         return everything, DEFAULT_CHUNK
     rates = measure_rates(device, cores, format)
     room = room.less(STAGING * need.state_bytes)
-    chunk_size = chunk_for(rates.link_bytes_per_s, need.state_bytes)
-    # What is dealt may be over its share by half a chunk in each home.
-    split = best_split(need, room.less(chunk_size * need.state_bytes, 2 * chunk_size * need.state_bytes), rates)
+    over = min(DEFAULT_CHUNK, need.num_params) * need.state_bytes  # by which what is dealt may be over its share
+    split = best_split(need, room.less(over, 2 * over), rates)
     if split is None:
         remedy = f"Try {smaller_formats(need, format)}--recompute full, or a smaller --micro-batch-size."
         raise DoesNotFit(_shortage(need, room), where=describe(device), remedy=remedy)
-    return split, chunk_size
+    return split, chunk_for(rates.link_bytes_per_s, need.state_bytes)
 
 
 def smaller_formats(need: Requirements, format: StateFormat) -> str:

@@ -197,11 +197,6 @@ def num_sums(sizes: Sequence[int]) -> int:
     return 1 << max(0, sum(map(num_spans, sizes)) - 1).bit_length()
 
 
-def gradient_buffer(sizes: Sequence[int], weight_bytes: int, *, place: Place = "gpu") -> Buffer:
-    """Gradients, all of them at once, as `after-norm` keeps them until the norm is known."""
-    return Buffer("gradients", place, weight_bytes * sum(sizes))
-
-
 def state_buffers(dealt: Mapping[HomeName, Sequence[Chunk]], *, on_gpu: bool = True) -> list[Buffer]:
     """State by home, staging slots and arenas.
 

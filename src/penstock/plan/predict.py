@@ -14,6 +14,7 @@ from typing import cast
 
 from penstock.machine.known import Machine
 from penstock.plan import speed
+from penstock.plan.job import Job, Seconds, Settings
 from penstock.plan.layout import (
     DEFAULT_CHUNK,
     FORMATS,
@@ -30,7 +31,6 @@ from penstock.plan.layout import (
     chunk_for,
     cut,
     model_buffers,
-    parameters,
     state_buffers,
 )
 from penstock.plan.memory import (
@@ -59,78 +59,8 @@ from penstock.plan.split import (
     link_bytes,
     requirements,
 )
-from penstock.recipe.presets import Architecture
 
 QUEUE = "gradients in the queue"
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be trained, whatever the machine and the settings."""
-
-    architecture: Architecture
-    batch_size: int
-    length: int
-    clip: bool = True
-    update: str = "auto"
-    overlap: bool = True
-    """False: the baseline, which updates after backward on the host."""
-    homes: tuple[tuple[str, float], ...] = ()
-    """Shares that the recipe fixes; empty for `auto`."""
-    attention: str = "varlen"
-    dtype_bytes: int = 2
-    checkpoints: int = 3
-    """On disk at once, at the most."""
-    compiled: bool = False
-
-    @property
-    def schedule(self) -> str:
-        """When weights are updated."""
-        if not self.overlap:
-            return "after-norm"
-        return ("after-norm" if self.clip else "in-backward") if self.update == "auto" else self.update
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether weights are updated while backward runs."""
-        return self.schedule == "in-backward"
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Elements of every parameter."""
-        return [p.size for p in parameters(self.architecture)]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the solver may choose."""
-
-    states: str
-    micro_batch: int
-    """Rows at once on one GPU."""
-    recompute: str
-    """As in a recipe, but for `auto`."""
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """A step by phase, and the lanes beside it."""
-
-    forward: float
-    backward: float
-    recompute: float
-    exposed: float
-    """What no arithmetic hides: waiting for updates, the updates' own share of the GPU, exchange between GPUs."""
-    link: float
-    """State and weights on their way, each direction."""
-    cpu: float
-    update: float
-    exchange: float
-
-    @property
-    def step(self) -> float:
-        """All of it."""
-        return self.forward + self.backward + self.recompute + self.exposed
 
 
 @dataclass(frozen=True)
@@ -388,7 +318,7 @@ def _split(
         return _fixed(dict(job.homes), need, room, rates, machine, overlap=True)
     if room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes:
         return Split(need.num_params, 0, 0, 0.0)
-    over = min(_chunk_size(job, machine, format), need.num_params) * need.state_bytes
+    over = min(DEFAULT_CHUNK, need.num_params) * need.state_bytes
     return best_split(need, slots.less(over, 2 * over), rates)  # by which what is dealt may be over its share
 
 

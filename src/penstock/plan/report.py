@@ -5,25 +5,23 @@ Figures are in GB of 10^9 bytes, as the bench and the engine print them.
 
 from __future__ import annotations
 
-import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from penstock.errors import DoesNotFit, RecipeError, UserError, counted
-from penstock.machine.known import MACHINES, Machine
+from penstock.errors import RecipeError, UserError, counted
+from penstock.machine.known import Machine
 from penstock.plan.architecture import architecture_of
+from penstock.plan.job import Job, Settings
 from penstock.plan.layout import GPU_RESERVE
-from penstock.plan.predict import Job, Plan, Settings, host_reserve, largest_parts, predict, sharing_a_host
+from penstock.plan.predict import Plan, host_reserve, predict, sharing_a_host
 from penstock.plan.solve import (
     EVERYTHING,
-    TRADES,
     Alternative,
     Free,
     alternatives,
-    cheapest_change,
     flags_between,
     solve,
 )
@@ -253,78 +251,6 @@ def compare(plan: Plan, step_seconds: Sequence[float], gpu_bytes: int, host_byte
 
 def _against(text: str, real: float, planned: float, number: str) -> str:
     return f"{text}, planned {number} ({real / planned - 1:+.0%})"
-
-
-# --- what does not fit --------------------------------------------------------------------------------------------
-
-
-def refusal(report: Report, command: Sequence[str]) -> DoesNotFit:
-    """Exit 3: the largest parts, and the cheapest change that fits, to paste. `command`: the words typed so far."""
-    plan = report.plan
-    scarce = "gpu" if plan.peak_bytes("gpu") > plan.gpu_room and plan.machine.has_gpu else "host"
-    where: tuple[str, ...] = (scarce,)
-    room, kind = (plan.gpu_room, "GPU memory") if scarce == "gpu" else (plan.host_room, "host memory")
-    if plan.machine.one_memory:
-        where, room, kind = ("gpu", "host"), plan.gpu_room, "memory"
-    context = sum(b.num_bytes for b in plan.buffers if b.name == "CUDA context" and b.place in where)
-    need, room = sum(plan.peak_bytes(place) for place in where) + context, room + context
-    parts = ", ".join(f"{b.name} {b.num_bytes / 1e9:.1f}" for b in largest_parts(plan, where))
-    what = (
-        f"does not fit: with state on the host as far as it can be, {need / 1e9:.1f} GB of {kind}, of which "
-        f"{max(0.0, room) / 1e9:.1f} can be used; the largest parts: {parts}"
-    )
-    change = cheapest_change(plan)
-    if change is not None:
-        trade = f" (it changes: {change.trades})" if change.trades else " (the same mathematics)"
-        return DoesNotFit(what, where=report.name, remedy=f"This fits{trade}:\n    {with_flags(command, change.flags)}")
-    weights = plan.job.dtype_bytes * plan.num_params / plan.gpus
-    if scarce == "gpu" and weights > plan.gpu_room:
-        what += ". Weights alone are more than the GPU can hold, so that no setting helps"
-    return DoesNotFit(what, where=report.name, remedy=_elsewhere(plan, command))
-
-
-def _elsewhere(plan: Plan, command: Sequence[str]) -> str:
-    """More GPUs of the kind, or another machine, with what else must change there."""
-    words = ["penstock", "plan", *command[2:]]
-    for gpus in (2, 4, 8) if plan.machine.has_gpu else ():
-        found = solve(plan.job, plan.machine, gpus) if plan.gpus < gpus <= plan.job.batch_size else None
-        if found is not None:
-            text = with_flags(words, (f"--gpus {gpus}", *flags_between(plan, found)))
-            return f"{gpus} of these GPUs are enough{_trade(plan, found)}:\n    {text}"
-    others = {m.name: solve(plan.job, m, plan.gpus) for m in MACHINES.values() if m.name != plan.machine.name}
-    fitting = {name: found for name, found in others.items() if found is not None}
-    if not fitting:
-        return "No machine that is known here is large enough; take a smaller model."
-    name, found = next(iter(fitting.items()))
-    words = without_flags(words, ("--host-memory", "--gpu-memory", "--link", "--cores"))
-    text = with_flags(words, (f"--gpu {name}", *flags_between(plan, found)))
-    why = "No number of these GPUs up to a row each is enough" if plan.machine.has_gpu else "This machine has no GPU"
-    return f"{why}. It fits {', '.join(fitting)}{_trade(plan, found)}:\n    {text}"
-
-
-def _trade(plan: Plan, found: Plan) -> str:
-    """What another format changes, in brackets."""
-    states = found.settings.states
-    return f" (it changes: {TRADES[states]})" if states in TRADES and states != plan.settings.states else ""
-
-
-def with_flags(words: Sequence[str], flags: Sequence[str]) -> str:
-    """The command with these flags, in place of what was said before; they are chosen, so that `--best` is not."""
-    kept = without_flags([word for word in words if word != "--best"], [flag.split()[0] for flag in flags])
-    return " ".join([shlex.join(kept), *flags])
-
-
-def without_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The command without these flags and their values."""
-    found: list[str] = []
-    skip = False
-    for word in words:
-        if skip and not word.startswith("--"):
-            continue
-        skip = word in names
-        if not skip and word.split("=")[0] not in names:
-            found.append(word)
-    return found
 
 
 # --- every preset -------------------------------------------------------------------------------------------------

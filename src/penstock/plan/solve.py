@@ -14,8 +14,9 @@ from functools import cache
 from itertools import islice
 
 from penstock.machine.known import Machine
+from penstock.plan.job import Job, Settings
 from penstock.plan.layout import FORMATS
-from penstock.plan.predict import Job, Plan, Settings, predict
+from penstock.plan.predict import Plan, predict
 
 
 @dataclass(frozen=True)
