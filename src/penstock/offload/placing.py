@@ -34,6 +34,7 @@ from penstock.plan.placement import Dealt, Placement, deal, prefetch_room
 from penstock.plan.split import Manner, ModelBytes, Profile, Requirements, Room, Split, best_split, requirements
 
 Homes = Literal["auto"] | HomeName | Mapping[HomeName, float]
+UNKNOWN = Profile()
 CPU_ADAM_CORES = 0.9
 """Share of the cores near the GPU that update the home `host`."""
 
@@ -45,17 +46,18 @@ def placement_for(
     params: Iterable[Mapping[str, Any]] | None = None,
     units: Iterable[nn.Module] | None = None,
     states: str = "fp32",
+    profile: Profile = UNKNOWN,
     chunk_size: int | None = None,
     cpu_adam_cores: float = CPU_ADAM_CORES,
 ) -> Placement:
     """A placement to give to `OffloadAdamW`, for whoever wants to say more than homes.
 
-    `params`, `units` and `states` as for the optimizer. `chunk_size` (elements) and `cpu_adam_cores` (the share of the
-    cores near the GPU that update the home `host`) are questions of speed and change no bit.
+    `params`, `units` and `states` as for the optimizer. `profile`: what a micro-batch takes, so that `auto` can fill
+    the rest; it is taken to be clipped, all gradients kept until the norm is known. `chunk_size` (elements) and
+    `cpu_adam_cores` (the share of the cores near the GPU that update the home `host`) are questions of speed.
     """
-    manner = Manner(in_backward=False)
     trained = find_trained(model, params, units)
-    return place(trained, FORMATS[states], homes, Profile(), manner, chunk_size, cpu_adam_cores)
+    return place(trained, FORMATS[states], homes, profile, Manner(in_backward=False), chunk_size, cpu_adam_cores)
 
 
 def place(
