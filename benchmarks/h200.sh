@@ -30,21 +30,23 @@ for job in "$@"; do
   echo "+ $job"
   case $job in
     # The stream sanitizer sees torch's own operations of the calling thread: another look than that of the CPU tests.
-    sanitizer) TORCH_CUDA_SANITIZER=1 timeout 400 python3 -m pytest -q -m gpu -p no:cacheprovider tests/offload tests/update tests/flow > "$OUT/sanitizer.log" 2>&1; tail -n 15 "$OUT/sanitizer.log" ;;
+    # It keeps all that it saw, and so gets slower: eight processes with a share of the tests each.
+    sanitizer) TORCH_CUDA_SANITIZER=1 timeout 500 python3 -m pytest -q -n 8 -m gpu -p no:cacheprovider tests > "$OUT/sanitizer.log" 2>&1; tail -n 15 "$OUT/sanitizer.log" ;;
     tests) timeout 400 python3 -m pytest -q -m gpu -p no:cacheprovider tests > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
     curves) timeout 300 python3 benchmarks/curves.py measure "$OUT" > "$OUT/curves.log" 2>&1; tail -n 20 "$OUT/curves.log" ;;
     host) timeout 120 python3 benchmarks/host.py > "$OUT/host.log" 2>&1; tail -n 3 "$OUT/host.log" ;;
     *.py | *.py\ *) timeout 200 python3 benchmarks/$job > "$OUT/${job%%.py*}.log" 2>&1; echo "exit $?"; tail -n 24 "$OUT/${job%%.py*}.log" ;;
-    # Another checkout's src under OLD_SRC and ours, one after the other, twice: "compare RECIPE [FLAGS]".
+    # Another checkout's src under OLD_SRC and ours, one after the other, ROUNDS times: "compare RECIPE [FLAGS]".
     compare\ *) build_kernel "$OLD_SRC" || exit 1
-      for round in 1 2; do
+      for round in $(seq "${ROUNDS:-2}"); do
         for tree in old new; do
           path=src; [ $tree = old ] && path=$OLD_SRC
-          PYTHONPATH=$path:build/pkgs timeout 200 python3 -m penstock bench ${job#compare } --to "$OUT/$tree-$round" \
+          PYTHONPATH=$path:build/pkgs timeout 200 python3 -m penstock bench ${job#compare } --to "$OUT/compare/$tree" \
             >> "$OUT/compare.log" 2>&1
-          echo "$tree $round: exit $?"; tail -n 3 "$OUT"/$tree-$round/*.txt 2> /dev/null
+          echo "$tree $round: exit $?"
         done
-      done ;;
+      done
+      for tree in old new; do echo $tree; cat "$OUT/compare/$tree/table.txt"; done ;;
     *) limit=560
       case $job in [0-9]*) limit=${job%% *} job=${job#* } ;; esac
       timeout -k 10 "$limit" python3 -m penstock bench $job --to "$OUT" >> "$OUT/bench.log" 2>&1

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from penstock.plan import layout
 from penstock.plan.layout import DEFAULT_CHUNK, FORMATS, Chunk, parameters
-from penstock.plan.placement import LEAD, SMALL, deal, joined, prefetch_room
-from penstock.plan.split import PREFETCH_SHARE, Requirements
+from penstock.plan.placement import LEAD, SMALL, deal, deal_within, joined, prefetch_room
+from penstock.plan.split import PREFETCH_SHARE, Rates, Requirements, Room
 from penstock.recipe.presets import ARCHITECTURES, PRESETS
 
 MIX = {"gpu": 0.58, "stream": 0.25, "host": 0.17}
@@ -111,3 +111,23 @@ def test_room_to_prefetch_is_what_backward_leaves_of_its_peak():
     peak = PREFETCH_SHARE * (6e3 - 800)
     assert room.free_after == (peak - 4e3, peak - 1e3)
     assert room.sent_bytes == 800
+
+
+@pytest.mark.parametrize("preset", ["qwen3-14b", "gpt-oss-20b", "qwen3-30b-a3b", "phi-4"])
+@pytest.mark.parametrize("gpu_gb", [70, 90, 110])
+def test_what_is_dealt_within_a_room_fits_it(preset, gpu_gb):
+    """Experts of a layer are one parameter of gigabytes, which `host` takes whole or not at all."""
+    wholes = [
+        Chunk(i, 0, p.size, FORMATS["bf16"], 2) for i, p in enumerate(parameters(ARCHITECTURES[PRESETS[preset].model]))
+    ]
+    total = sum(whole.size for whole in wholes)
+    need = Requirements(total, 6, 2, 20e9, 20e9 + 2 * total, gradients_leave=True, hidden_seconds=0.5)
+    room, rates = Room(gpu_gb * 1e9, 150e9), Rates(36e9, 3.5e9)
+    dealt = deal_within(need, room, rates, [layout.cut(whole, DEFAULT_CHUNK) for whole in wholes])
+    assert dealt is not None
+    in_host = sum(chunk.size for chunk in dealt["host"])
+    assert need.peak_bytes(in_host) + sum(c.state_bytes for c in dealt["gpu"]) <= room.gpu_bytes
+    copies = 2 * sum(c.copy_bytes for c in dealt["host"])
+    assert sum(c.state_bytes for name in ("stream", "host") for c in dealt[name]) + copies <= room.host_bytes
+    assert sum(c.size for chunks in dealt.values() for c in chunks) == total
+    assert deal_within(need, Room(25e9, 30e9), rates, [[whole] for whole in wholes]) is None

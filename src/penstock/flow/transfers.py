@@ -120,14 +120,26 @@ class Transfers:
 
     def _pump(self) -> None:
         """Begin those that wait, as the device gets through those before them."""
+        first: Mark | None = None
         while True:
+            try:
+                if first is not None:
+                    first.wait_on_host()
+            except BaseException as error:  # of the device: nobody must wait for what will never begin
+                self._give_up(error)
             with self._lock:
                 self._begin_those_with_room()
                 if not self._waiting:
                     self._pumping = False
                     return
                 first = self._under_way[0][0]
-            first.wait_on_host()
+
+    def _give_up(self, error: BaseException) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+            self._under_way.clear()
+        for transfer in waiting:
+            transfer.future.set_exception(error)
 
 
 class Link:

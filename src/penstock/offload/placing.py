@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,8 +30,8 @@ from penstock.plan.layout import (
     chunk_for,
     cut,
 )
-from penstock.plan.placement import Dealt, Placement, deal, prefetch_room
-from penstock.plan.split import Manner, ModelBytes, Profile, Requirements, Room, Split, best_split, requirements
+from penstock.plan.placement import Dealt, Placement, deal, deal_within, prefetch_room
+from penstock.plan.split import Manner, ModelBytes, Profile, Requirements, Room, requirements
 
 Homes = Literal["auto"] | HomeName | Mapping[HomeName, float]
 UNKNOWN = Profile()
@@ -74,13 +74,12 @@ def place(
     cores = tuple(near[: max(1, int(len(near) * cpu_adam_cores))])
     bytes_after = _bytes_after(trained, profile)
     need = _requirements(trained, format, profile, manner, bytes_after)
+    wholes = trained.whole_chunks(format)
     if homes == "auto":
-        split, suitable = _choose(need, trained.device, format, profile, cores)
-        shares, chunk_size = cast(dict[HomeName, float], split.shares()), chunk_size or suitable
+        dealt = _choose(need, trained.device, wholes, profile, cores, chunk_size)
     else:
         shares = dict(homes) if isinstance(homes, Mapping) else {homes: 1.0}
-    wholes = trained.whole_chunks(format)
-    dealt = deal([cut(whole, chunk_size or DEFAULT_CHUNK) for whole in wholes], shares)
+        dealt = deal([cut(whole, chunk_size or DEFAULT_CHUNK) for whole in wholes], shares)
     room = None
     if manner.prefetches and profile.bytes_after and dealt["stream"]:
         room = prefetch_room(need, bytes_after, _sent(dealt, wholes))
@@ -124,28 +123,30 @@ def _sent(dealt: Dealt, wholes: Sequence[Chunk]) -> float:
 
 
 def _choose(
-    need: Requirements, device: torch.device, format: StateFormat, profile: Profile, cores: Sequence[int]
-) -> tuple[Split, int]:
-    """The split for what is free now, and the chunk that suits the link.
-
-    Weights are allocated already; gradients and activations are not.
-    """
-    everything = Split(need.num_params, 0, 0, 0.0)
+    need: Requirements,
+    device: torch.device,
+    wholes: Sequence[Chunk],
+    profile: Profile,
+    cores: Sequence[int],
+    chunk_size: int | None,
+) -> Dealt:
+    """Chunks by home for what is free now. Weights are allocated already; gradients and activations are not."""
+    format, state_bytes = wholes[0].format, need.state_bytes
     if device.type != "cuda":
-        return everything, DEFAULT_CHUNK
+        return deal([[whole] for whole in wholes], {"gpu": 1.0})
     free = torch.cuda.mem_get_info(device)[0]
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     room = Room(free + cached - GPU_RESERVE, (available_host_bytes() - HOST_RESERVE) // profile.ranks_here)
-    if room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes:
-        return everything, DEFAULT_CHUNK
+    if room.gpu_bytes >= need.kept_bytes + need.num_params * state_bytes:
+        return deal([[whole] for whole in wholes], {"gpu": 1.0})
     rates = measure_rates(device, cores, format)
-    room = room.less(STAGING * need.state_bytes)
-    over = min(DEFAULT_CHUNK, need.num_params) * need.state_bytes  # by which what is dealt may be over its share
-    split = best_split(need, room.less(over, 2 * over), rates)
-    if split is None:
+    room = room.less(STAGING * state_bytes)
+    suitable = chunk_size or chunk_for(rates.link_bytes_per_s, state_bytes)
+    dealt = deal_within(need, room, rates, [cut(whole, suitable) for whole in wholes])
+    if dealt is None:
         remedy = f"Try {smaller_formats(need, format)}--recompute full, or a smaller --micro-batch-size."
         raise DoesNotFit(_shortage(need, room), where=describe(device), remedy=remedy)
-    return split, chunk_for(rates.link_bytes_per_s, need.state_bytes)
+    return dealt
 
 
 def smaller_formats(need: Requirements, format: StateFormat) -> str:

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
-from penstock.plan.layout import Chunk, HomeName
-from penstock.plan.split import PREFETCH_SHARE, Requirements
+from penstock.plan.layout import DEFAULT_CHUNK, Chunk, HomeName
+from penstock.plan.split import PREFETCH_SHARE, Rates, Requirements, Room, best_split
 
 LEAD = 0.08
 """Share of the model, from its start, that is resident if the GPU's share allows: the embedding and a layer or two."""
 SMALL = 1e-4
 """Share of the model under which a parameter counts as small."""
+
+DEALS = 5
+"""Attempts to deal what was solved, each with less room than the one before."""
 
 Dealt = dict[HomeName, list[Chunk]]
 
@@ -47,6 +51,25 @@ def prefetch_room(need: Requirements, bytes_after: Sequence[float], host: float)
     """What state may fill after each gradient, with `host` parameters whose gradients leave."""
     peak = PREFETCH_SHARE * need.peak_bytes(host)
     return PrefetchRoom(tuple(peak - taken for taken in bytes_after), need.sent_bytes(host))
+
+
+def deal_within(need: Requirements, room: Room, rates: Rates, chunks: Sequence[Sequence[Chunk]]) -> Dealt | None:
+    """The best split, dealt, with as much less room as it takes until what was dealt fits; None if nothing does."""
+    over = min(DEFAULT_CHUNK, need.num_params) * need.state_bytes  # by which what is dealt may be over its share
+    asked = room.less(over, 2 * over)
+    for _ in range(DEALS):
+        split = best_split(need, asked, rates)
+        if split is None:
+            return None
+        dealt = deal(chunks, cast(dict[HomeName, float], split.shares()))
+        host = float(sum(chunk.size for chunk in dealt["host"]))
+        on_gpu = need.peak_bytes(host) + sum(chunk.state_bytes for chunk in dealt["gpu"])
+        on_host = sum(chunk.state_bytes for name in ("stream", "host") for chunk in dealt[name])
+        on_host += 2 * sum(chunk.copy_bytes for chunk in dealt["host"])
+        if on_gpu <= room.gpu_bytes and on_host <= room.host_bytes:
+            return dealt
+        asked = asked.less(max(0.0, on_gpu - room.gpu_bytes), max(0.0, on_host - room.host_bytes))
+    return None
 
 
 def deal(parameters: Sequence[Sequence[Chunk]], shares: Mapping[HomeName, float]) -> Dealt:
