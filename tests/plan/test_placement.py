@@ -122,7 +122,7 @@ def test_what_is_dealt_within_a_room_fits_it(preset, gpu_gb):
     ]
     total = sum(whole.size for whole in wholes)
     need = Requirements(total, 6, 2, 20e9, 20e9 + 2 * total, gradients_leave=True, hidden_seconds=0.5)
-    room, rates = Room(gpu_gb * 1e9, 150e9), Rates(36e9, 3.5e9)
+    room, rates = Room(gpu_gb * 1e9, 300e9), Rates(36e9, 3.5e9)
     dealt = deal_within(need, room, rates, [layout.cut(whole, DEFAULT_CHUNK) for whole in wholes])
     assert dealt is not None
     in_host = sum(chunk.size for chunk in dealt["host"])
