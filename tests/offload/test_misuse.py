@@ -94,3 +94,27 @@ def test_a_parameter_that_was_frozen_and_is_not_any_more_is_refused():
     (loss_of(model, batches(1)[0]) + model.frozen.sum()).backward()
     with pytest.raises(RecipeError, match="was frozen has a gradient"):
         optimizer.step()
+
+
+def test_a_generator_of_parameters_is_no_model():
+    with pytest.raises(RecipeError, match=r"the first argument is generator, not a model\n.*params="):
+        OffloadAdamW(Net().parameters())
+
+
+@pytest.mark.parametrize("homes", ["disk", {"gpu": 0.2, "cpu": 0.8}])
+def test_a_home_that_does_not_exist_is_refused(homes):
+    with pytest.raises(RecipeError, match=r"there is no home '(disk|cpu)'\n.*gpu, stream, host"):
+        OffloadAdamW(Net(), homes=homes)
+
+
+@pytest.mark.parametrize("homes", [{"gpu": 0.5}, {"gpu": 0.5, "host": 0.6}, {"gpu": 1.5, "host": -0.5}])
+def test_shares_that_do_not_add_up_are_refused(homes):
+    with pytest.raises(RecipeError, match="shares must add up to 1"):
+        OffloadAdamW(Net(), homes=homes)
+
+
+def test_parameters_that_come_later_are_refused():
+    model = Net()
+    optimizer = OffloadAdamW(model, homes="gpu")
+    with pytest.raises(RecipeError, match=r"parameters cannot be added.*\n.*close\(\)"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})

@@ -6,17 +6,19 @@ or forgets `accumulate()`, still lowers the loss, and nobody would look for the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import RecipeError
 from penstock.flow.lanes import Streams, ToHost
 from penstock.offload.dtensors import local
 from penstock.offload.trained import TrainedUnit
-from penstock.plan.layout import StateFormat
+from penstock.plan.layout import HomeName, StateFormat
 from penstock.update.norm import Norm
 
 
@@ -25,6 +27,37 @@ def format_named(name: str, formats: Mapping[str, StateFormat]) -> StateFormat:
     if name not in formats:
         raise RecipeError("no such format", where=f"states = {name!r}", remedy=f"There are {', '.join(formats)}.")
     return formats[name]
+
+
+def check_model(model: object) -> None:
+    """Refuse what is no module: torch's optimizers are given parameters, this one their model."""
+    if not isinstance(model, nn.Module):
+        raise RecipeError(
+            f"the first argument is {type(model).__name__}, not a model",
+            where="OffloadAdamW",
+            remedy="Pass the model itself: its forward waits for its updates. Parameter groups go into params=.",
+        )
+
+
+def check_homes(homes: object) -> None:
+    """Refuse homes that do not exist, and shares that do not add up."""
+    known = get_args(HomeName)
+    remedy = f"There are auto, {', '.join(known)}, or shares of them, such as gpu=0.5, stream=0.3, host=0.2."
+    shares = homes if isinstance(homes, Mapping) else {homes: 1.0}
+    if homes != "auto" and not set(shares) <= set(known):
+        wrong = ", ".join(repr(name) for name in shares if name not in known)
+        raise RecipeError(f"there is no home {wrong}", where=f"homes = {homes!r}", remedy=remedy)
+    if not math.isclose(sum(shares.values()), 1, abs_tol=0.005) or min(shares.values()) < 0:
+        raise RecipeError("shares must add up to 1", where=f"homes = {homes!r}", remedy=remedy)
+
+
+def refuse_new_group() -> None:
+    """State is placed once: parameters that came later would have none, and never be trained."""
+    raise RecipeError(
+        "parameters cannot be added to an optimizer that is made",
+        where="add_param_group",
+        remedy="Make it with all of them: close() this one, and give the groups to a new one with params=.",
+    )
 
 
 def refuse_clipping(max_grad_norm: float) -> None:

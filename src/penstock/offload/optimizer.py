@@ -23,11 +23,13 @@ from penstock.offload.homes import Coefficients, Update
 from penstock.offload.housing import Housing
 from penstock.offload.misuse import (
     Changes,
+    check_model,
     check_parameters,
     format_named,
     refuse_clipping,
     refuse_late_ones,
     refuse_misuse,
+    refuse_new_group,
     refuse_other_type,
 )
 from penstock.offload.placing import Homes, place
@@ -80,6 +82,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         units: Iterable[nn.Module] | None = None,
         remainders: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
+        check_model(model)
         self.max_grad_norm, self._micro_batches = behaviour.max_grad_norm, behaviour.micro_batches
         self._overlap, self._rule = behaviour.overlap, rule
         self.update: UpdateTime = update_time(behaviour)
@@ -116,6 +119,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.report: StepReport | None = None
         self._hooks = attach(self._trained, self._streams, self._gradient_came)
         self._hooks += attach_to_files(model, self._parameters, self.synchronize, self.weights_were_set)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """For torch's own constructor only."""
+        if hasattr(self, "_trained"):
+            refuse_new_group()
+        super().add_param_group(param_group)
 
     # ------------------------------------------------------------------ one step
 

@@ -16,6 +16,7 @@ from torch import nn
 from penstock.errors import DoesNotFit
 from penstock.machine.hardware import available_host_bytes, describe, near_cores
 from penstock.offload.dtensors import local
+from penstock.offload.misuse import check_homes
 from penstock.offload.rates import measure_rates
 from penstock.offload.trained import Trained, find_trained
 from penstock.plan.layout import (
@@ -70,6 +71,7 @@ def place(
     cpu_adam_cores: float = CPU_ADAM_CORES,
 ) -> Placement:
     """The home of every chunk, and how much of `stream` may come before its update."""
+    check_homes(homes)
     near = near_cores(trained.device)
     cores = tuple(near[: max(1, int(len(near) * cpu_adam_cores))])
     bytes_after = _bytes_after(trained, profile)
