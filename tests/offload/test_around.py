@@ -1,8 +1,10 @@
 """What others do with model and optimizer between steps: save and load weights, copy, write in place, close."""
 
 import copy
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -160,3 +162,39 @@ def test_a_state_of_other_parameters_is_refused_before_anything_is_taken():
     with pytest.raises(RecipeError, match="of other parameters"):
         other.load_state_dict({**saved, "param_groups": groups})
     assert other.param_groups[0]["lr"] == 1e-5
+
+
+@pytest.mark.parametrize("homes", HOMES, ids=str)
+def test_a_dropped_optimizer_gives_everything_back_and_another_takes_its_place(homes):
+    """As when a cell of a notebook runs again."""
+    model, optimizer, _ = run(homes=homes, chunk_size=100)
+    threads, dropped = threading.active_count(), weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert dropped() is None
+    assert threading.active_count() <= threads
+    again = OffloadAdamW(model, homes="gpu")
+    for ids in batches(3):
+        loss_of(model, ids).backward()
+        again.step()
+        again.zero_grad()
+    assert int(again.scalar_state()["steps"]) == 3
+
+
+def test_two_optimizers_of_the_same_parameters_are_refused():
+    model = Net()
+    first = OffloadAdamW(model, homes="gpu")
+    with pytest.raises(RecipeError, match=r"another OffloadAdamW updates these parameters\n.*close\(\)"):
+        OffloadAdamW(model, homes="gpu")
+    first.close()
+    OffloadAdamW(model, homes="gpu").close()
+
+
+def test_a_model_is_saved_whole_and_loaded_without_its_optimizer(tmp_path):
+    model, optimizer, _ = run(homes="host", chunk_size=100)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert same(weights(loaded), weights(model))
+    loss_of(loaded, batches(1)[0]).backward()
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.close()

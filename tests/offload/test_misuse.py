@@ -25,10 +25,11 @@ def test_clipping_in_backward_is_refused():
 @pytest.mark.parametrize("update", ["after-norm", "in-backward"])
 def test_a_second_backward_without_accumulate_is_refused(update):
     model = Net()
-    OffloadAdamW(model, max_grad_norm=0.0, update=update)
+    optimizer = OffloadAdamW(model, max_grad_norm=0.0, update=update)
     loss_of(model, batches(1)[0]).backward()
     with pytest.raises(RecipeError, match="second backward"):
         loss_of(model, batches(1)[0]).backward()
+    optimizer.close()
 
 
 def test_gradients_changed_after_backward_are_refused(device):
@@ -81,10 +82,11 @@ def test_a_gradient_that_was_replaced_or_dropped_is_refused(change):
 
 def test_a_gradient_of_another_type_is_refused():
     model = Net()
-    OffloadAdamW(model)
+    optimizer = OffloadAdamW(model)
     model.norm.weight.grad_dtype = torch.float32
     with pytest.raises(RecipeError, match=r"a gradient is torch\.float32, its parameter torch\.bfloat16"):
         loss_of(model, batches(1)[0]).backward()
+    optimizer.close()
 
 
 def test_a_parameter_that_was_frozen_and_is_not_any_more_is_refused():

@@ -8,8 +8,9 @@ rejected: a rollback cannot restore the bits.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ from penstock.offload.placing import Homes, place
 from penstock.offload.prefetch import Prefetcher
 from penstock.offload.state_dict import check_saved, read_state, write_state
 from penstock.offload.step import Step
-from penstock.offload.trained import TrainedUnit, attach, attach_to_files, find_trained
+from penstock.offload.trained import TrainedUnit, attach, attach_to_files, claim, find_trained, let_go
 from penstock.plan.placement import Placement
 from penstock.plan.split import Manner, Profile
 from penstock.update.formats import StateView, view_state
@@ -93,6 +94,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._trained = find_trained(model, self.param_groups, units)
         self._parameters, self._units = self._trained.parameters, self._trained.units
         check_parameters(self._parameters, self._trained.device)
+        claim(self._parameters, self)
         self.format = format_named(behaviour.states, rule.formats)
         check_blocks(self._parameters, self.format)
         self._link = link_of(self._trained.device)
@@ -128,7 +130,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ one step
 
-    @contextmanager
+    @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Around the backward of every micro-batch but the last: gradients add up, and none of them is final."""
         self._hold_updates = True
@@ -380,6 +382,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for hook in self._hooks:
                 hook.remove()
             self._housing.close()
+            let_go(self._parameters)
+
+    def __del__(self) -> None:
+        """Dropped without `close`, as when a cell of a notebook runs again: nothing is left behind."""
+        if hasattr(self, "_hooks") and self._housing.homes and not sys.is_finalizing():
+            with contextlib.suppress(Exception):  # nobody would see it
+                self.close()
 
 
 def update_time(behaviour: Behaviour) -> UpdateTime:

@@ -5,15 +5,18 @@ A unit's forward must wait for the updates of its parameters, and so must whoeve
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.errors import RecipeError
 from penstock.flow.lanes import Mark, Streams
@@ -102,18 +105,56 @@ def find_trained(
     return Trained(tuple(parameters), tuple(units))
 
 
+class Hook:
+    """What the model calls, for one module only: a shallow copy of a module has its hooks too.
+
+    Saved with its model, or copied, it is nothing: an optimizer belongs to the model that it was made for.
+    """
+
+    def __init__(self, module: nn.Module | None, act: Callable[[], None]) -> None:
+        self._module, self._act = weakref.ref(module) if module is not None else None, act
+
+    def __call__(self, called: object, *_: object) -> None:
+        """Act, if it is that module that is called."""
+        if self._module is None or called is self._module():
+            self._act()
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A method of an object that may be dropped: then it does nothing, and it does not keep the object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: object) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
+
+    return call
+
+
 def attach(
     trained: Trained, streams: Streams, gradient_came: Callable[[int, TrainedUnit], None]
 ) -> list[RemovableHandle]:
     """Hooks: a unit's forward waits for its update, and `gradient_came` is told of every gradient, by its number."""
     hooks: list[RemovableHandle] = []
+    came = weakly(gradient_came)
     for unit in trained.units:
-        wait = _only(unit.module, lambda unit=unit: unit.wait(streams))  # type: ignore[misc]
+        wait = Hook(unit.module, functools.partial(unit.wait, streams))
         # First of the module's hooks: FSDP2 gathers the weights in one of its own, and would gather the old ones.
         hooks.append(unit.module.register_forward_pre_hook(wait, prepend=True))
         for index in unit.parameters:
-            hook = cast(Callable[[Tensor], None], lambda p, i=index, u=unit: gradient_came(i, u))
-            hooks.append(trained.parameters[index].register_post_accumulate_grad_hook(hook))
+            told = Hook(None, functools.partial(came, index, unit))
+            hooks.append(trained.parameters[index].register_post_accumulate_grad_hook(told))
     return hooks
 
 
@@ -129,21 +170,36 @@ def attach_to_files(
     """
     index_of = {id(p): i for i, p in enumerate(parameters)}
     hooks: list[RemovableHandle] = []
+    synchronize, were_set = weakly(synchronize), weakly(were_set)
     for module in model.modules():
         own = [index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of]
         if own:
-            loaded = _only(module, lambda own=own: were_set(own))  # type: ignore[misc]
-            hooks.append(module.register_state_dict_pre_hook(_only(module, synchronize)))
-            hooks.append(module.register_load_state_dict_pre_hook(_only(module, synchronize)))
-            hooks.append(module.register_load_state_dict_post_hook(loaded))
+            hooks.append(module.register_state_dict_pre_hook(Hook(module, synchronize)))
+            hooks.append(module.register_load_state_dict_pre_hook(Hook(module, synchronize)))
+            hooks.append(module.register_load_state_dict_post_hook(Hook(module, functools.partial(were_set, own))))
     return hooks
 
 
-def _only(module: nn.Module, act: Callable[[], None]) -> Callable[..., None]:
-    """A hook of `module` that does nothing for a copy of it: copies of a module have its hooks."""
+_OWNERS = WeakIdKeyDictionary()
+"""Of parameters, the optimizer that updates them, weakly."""
 
-    def hook(called: nn.Module, *_: object) -> None:
-        if called is module:
-            act()
 
-    return hook
+def claim(parameters: Iterable[nn.Parameter], optimizer: object) -> None:
+    """Refuse parameters that another optimizer still updates."""
+    parameters = list(parameters)
+    for p in parameters:
+        owner = _OWNERS.get(p)
+        if owner is not None and owner() is not None:
+            raise RecipeError(
+                "another OffloadAdamW updates these parameters",
+                where="OffloadAdamW",
+                remedy="close() that one first: both would write the weights.",
+            )
+    for p in parameters:
+        _OWNERS[p] = weakref.ref(optimizer)
+
+
+def let_go(parameters: Iterable[nn.Parameter]) -> None:
+    """Nobody updates them any more."""
+    for p in parameters:
+        _OWNERS.pop(p, None)
