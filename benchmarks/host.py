@@ -10,9 +10,10 @@ import torch
 from penstock.flow.arena import Arena
 from penstock.machine.hardware import available_host_bytes, usable_cores
 from penstock.offload.rates import measure_rates
-from penstock.update.formats import FORMATS
-from penstock.update.host_threads import Pool
-from penstock.update.kernels import NUM_COEFFICIENTS
+from penstock.plan.layout import FORMATS, Chunk
+from penstock.update.adamw import AdamW
+from penstock.update.formats import view_state
+from penstock.update.host_threads import HostThreads
 
 
 def arena_rate() -> dict[str, float]:
@@ -42,13 +43,13 @@ def kernel_rates(n: int) -> dict[str, float]:
     fused.step()
     theirs = best_seconds(fused.step)
     weight, gradient = torch.randn(n).bfloat16(), torch.randn(n).bfloat16()
-    states = FORMATS["fp32"]
-    state = states.cut(torch.zeros(states.num_bytes(n, weight.dtype), dtype=torch.uint8), n, weight.dtype)
-    coefficients = torch.full((NUM_COEFFICIENTS,), 0.5)
+    chunk, rule = Chunk(0, 0, n, FORMATS["fp32"], weight_bytes=2), AdamW()
+    state = view_state(chunk, torch.zeros(chunk.state_bytes, dtype=torch.uint8))
+    coefficients = torch.full((rule.num_coefficients,), 0.5)
 
-    pool = Pool(cores)
-    ours = best_seconds(lambda: pool.adamw_(weight, gradient, state, coefficients))
-    pool.close()
+    threads = HostThreads(cores)
+    ours = best_seconds(lambda: threads.update_(rule, weight, gradient, state, coefficients))
+    threads.close()
     return {
         "cores": len(cores),
         "torch_fused_params_per_s": n / theirs,

@@ -1,5 +1,8 @@
 """The rules of the house, each checked by the tool that knows it."""
 
+import ast
+import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -50,3 +53,16 @@ def test_readme_names_every_preset():
 
 def test_constraints_pin_torch():
     assert "torch==2.13.0\n" in (ROOT / "constraints.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("scripts/*.py")]), ids=lambda p: p.name
+)
+def test_scripts_name_only_what_is_there(path):
+    """They are not run here; what they import from the package must exist."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("penstock"):
+            module = importlib.import_module(node.module)
+            for name in node.names:
+                found = hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}")
+                assert found, f"{path.name}: {node.module} has no {name.name}"
