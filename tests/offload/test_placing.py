@@ -87,3 +87,12 @@ def test_state_comes_early_only_where_a_trial_has_found_room():
     assert room(tried, Manner(in_backward=True)) is None
     assert room(tried, Manner(in_backward=False, sharded=True)) is None
     assert room(tried, AFTER_NORM, homes="host") is None, "none of it streams"
+
+
+def test_an_empty_shard_has_no_chunk():
+    """As a rank may have of a parameter with few rows."""
+    trained = find_trained(nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in (7, 0, 300)]), None, None)
+    for homes in ("auto", "stream"):
+        placement = place(trained, FORMATS["int8"], homes, Profile(), AFTER_NORM)
+        chunks = [chunk for own in placement.chunks.values() for chunk in own]
+        assert [(chunk.parameter, chunk.start, chunk.size) for chunk in chunks] == [(0, 0, 7), (2, 0, 300)]

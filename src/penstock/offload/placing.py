@@ -134,13 +134,15 @@ def _choose(
 ) -> Dealt:
     """Chunks by home for what is free now. Weights are allocated already; gradients and activations are not."""
     format, state_bytes = wholes[0].format, need.state_bytes
+    # Cut all the same: of a shard that is empty there is no chunk.
+    everything = deal([cut(whole, max(1, whole.size)) for whole in wholes], {"gpu": 1.0})
     if device.type != "cuda":
-        return deal([[whole] for whole in wholes], {"gpu": 1.0})
+        return everything
     free = torch.cuda.mem_get_info(device)[0]
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     room = Room(free + cached - GPU_RESERVE, (available_host_bytes() - HOST_RESERVE) // profile.ranks_here)
     if room.gpu_bytes >= need.kept_bytes + need.num_params * state_bytes:
-        return deal([[whole] for whole in wholes], {"gpu": 1.0})
+        return everything
     rates = measure_rates(device, cores, format)
     room = room.less(STAGING * state_bytes)
     suitable = chunk_size or chunk_for(rates.link_bytes_per_s, state_bytes)
