@@ -122,6 +122,7 @@ def test_without_micro_batches_in_backward_keeps_no_gradients(tmp_path):
     assert found.rows[1].memory.gradients == 0
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_an_error(tmp_path, monkeypatch):
     from penstock.bench import run
 

@@ -21,6 +21,7 @@ def stored_names(directory):
 
 
 @pytest.mark.parametrize("preset", ["llama-8b", "qwen3-30b-a3b", "demo"])
+@pytest.mark.slow
 def test_two_ranks_export_what_one_would(ranks, tmp_path, preset):
     directory, reference = tmp_path / "model", tmp_path / "reference"
     weights = ranks("exporting", 2, directory=str(directory), preset=preset)[0]

@@ -49,6 +49,7 @@ def test_homes_change_no_bit_on_ranks_either(ranks):
         assert all(torch.equal(other["weights"][name], weight) for name, weight in first["weights"].items())
 
 
+@pytest.mark.slow
 def test_a_gather_waits_for_the_update_of_its_unit(ranks):
     """Each CPU update is made to take 20 ms: weights that are gathered before it would be old ones."""
     configs = [{"homes": "host", "max_grad_norm": clip} for clip in (0.5, 0.0)]

@@ -3,6 +3,7 @@
 import torch
 
 
+@pytest.mark.slow
 def test_random_weights_do_not_depend_on_the_number_of_ranks(ranks):
     presets = ["llama-8b", "qwen3-30b-a3b", "demo"]
     one, two, four = (ranks("drawing", count, presets=presets)[0] for count in (1, 2, 4))

@@ -156,6 +156,7 @@ def sharded_model(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_peak_memory_is_the_model_and_less_than_a_shard(sharded_model):
     """All memory counts, that of mapped files too: mapping the shards would show as the whole checkpoint (250 MB)."""
     shards = [p.stat().st_size for p in sharded_model.glob("*.safetensors")]

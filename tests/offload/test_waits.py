@@ -142,6 +142,7 @@ def reached():
         return {name: run(patch, name) for name in SCENARIOS}
 
 
+@pytest.mark.slow
 def test_nothing_races_and_every_wait_is_reached(reached):
     called = {source_line(site) for sites in reached.values() for site in sites if site[0] != "synchronize"}
     written = {

@@ -70,6 +70,7 @@ def test_a_layer_keeps_what_the_formula_says(kind):
     assert saved_in_layer(a, Work(2, 64, "none")) - in_attention == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.slow
 def test_eager_attention_keeps_its_probabilities():
     architecture = from_config({"model_type": "llama", "num_hidden_layers": 3, **SHAPE}, "llama")
     measured = saved_bytes("llama", 3, "eager") - saved_bytes("llama", 2, "eager")

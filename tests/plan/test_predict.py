@@ -105,6 +105,7 @@ def test_a_plan_that_fits_stays_within_its_rooms(name, gpus):
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 @pytest.mark.parametrize("machine", ["gh200", "h100", "h200"])
+@pytest.mark.slow
 def test_every_preset_that_fits_stays_within_its_rooms(machine, gpus):
     fitting = 0
     for preset in (preset for preset in PRESETS.values() if preset.model in ARCHITECTURES):

@@ -105,6 +105,7 @@ def test_the_cheapest_change_keeps_the_mathematics_if_it_can(capsys):
     assert "--states" not in error
 
 
+@pytest.mark.slow
 def test_the_matrix_reproduces_the_references_table():
     cells = {(cell.preset, cell.gpus): cell.plan for cell in matrix(MACHINES["gh200"])}
     for name, gpus in {"llama-8b": 1, "qwen3-14b": 1, "phi-4": 1, "gpt-oss-20b": 1, "seed-oss-36b": 2,

@@ -52,6 +52,7 @@ machines = st.builds(
 
 @settings(deadline=None, max_examples=60)
 @given(jobs, machines, st.sampled_from([1, 2, 4]))
+@pytest.mark.slow
 def test_never_over_budget(job, machine, gpus):
     for plan in plans(job, machine, gpus):
         state = predict(job, plan.settings, machine, gpus).split

@@ -31,6 +31,7 @@ def scalars(directory):
     return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
+@pytest.mark.slow
 def test_tensorboard_has_every_row_of_a_run_and_of_a_resumed_one(small_recipe, tmp_path):
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
     recipe = dataclasses.replace(

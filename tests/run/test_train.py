@@ -100,6 +100,7 @@ def test_a_run_is_not_written_over(tmp_path):
     assert len(losses_of(recipe)) == 2
 
 
+@pytest.mark.slow
 def test_checkpoints_count_for_the_disk_where_they_stay(tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr(
@@ -118,6 +119,7 @@ def test_checkpoints_count_for_the_disk_where_they_stay(tmp_path, monkeypatch):
     assert kept[3:] == [False, False]
 
 
+@pytest.mark.slow
 def test_evaluation_is_written_and_summed_up(tmp_path):
     recipe = dataclasses.replace(
         DEMO, output_dir=str(tmp_path / "run"), max_steps=4, validation=0.2, eval_every=2, prompt=None
@@ -139,5 +141,6 @@ def test_a_directory_that_the_first_rank_refuses_is_refused_by_all(ranks, tmp_pa
     assert missing[0][0] == "CheckpointError"
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_the_one_that_writes_the_model_of_an_interrupted_run(ranks, tmp_path):
     assert ranks("interrupting", 2, directory=str(tmp_path / "run")) == [True, True]
