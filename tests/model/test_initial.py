@@ -1,5 +1,6 @@
 """Random weights: one generator a module, whoever draws."""
 
+import pytest
 import torch
 
 

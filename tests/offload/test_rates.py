@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from penstock.offload.rates import measure_rates
