@@ -183,11 +183,11 @@ def test_a_compiled_layer_waits_for_its_update():
         units = find_decoder(model)
         use_attention(model, "auto")
         set_compile(units.layers, on, lambda _: None)
-        optimizer = OffloadAdamW(model, lr=1e-2, homes="stream", units=units.layers)
         waits = []
         real = TrainedUnit.wait
         TrainedUnit.wait = lambda unit, *where: (waits.append(bool(unit.updates)), real(unit, *where))[1]
         try:
+            optimizer = OffloadAdamW(model, lr=1e-2, homes="stream", units=units.layers)
             losses = []
             for _ in range(4):
                 loss = loss_of(model, units, packed())
