@@ -128,8 +128,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             refuse_new_group()
         super().add_param_group(param_group)
 
-    # ------------------------------------------------------------------ one step
-
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Around the backward of every micro-batch but the last: gradients add up, and none of them is final."""
