@@ -8,6 +8,7 @@ from torch import nn
 from penstock.errors import RecipeError
 from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.misuse import format_named
+from penstock.offload.placing import placement_for
 from penstock.plan.layout import FORMATS
 
 
@@ -120,3 +121,24 @@ def test_parameters_that_come_later_are_refused():
     optimizer = OffloadAdamW(model, homes="gpu")
     with pytest.raises(RecipeError, match=r"parameters cannot be added.*\n.*close\(\)"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+
+
+def test_an_optimizer_that_was_refused_holds_no_parameters():
+    """As in a notebook, where the error keeps what it was raised in alive."""
+    model = Net()
+    with pytest.raises(RecipeError, match="no such format") as kept:
+        OffloadAdamW(model, states="fp8")
+    OffloadAdamW(model, homes="gpu").close()
+    assert kept.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("other", [{"states": "bf16"}, {"params": "reversed"}, {"params": "some"}])
+def test_a_placement_of_something_else_is_refused(other):
+    model = Net()
+    own = [p for p in model.parameters() if p.requires_grad]
+    chosen = {"reversed": own[::-1], "some": own[:-1]}
+    if "params" in other:
+        other = {"params": [{"params": chosen[other["params"]]}]}
+    placement = placement_for(model, "gpu", **other)
+    with pytest.raises(RecipeError, match=r"made for other parameters or another format\n.*params="):
+        OffloadAdamW(model, homes=placement)

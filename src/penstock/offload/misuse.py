@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from penstock.errors import RecipeError
 from penstock.flow.lanes import Streams, ToHost
 from penstock.offload.dtensors import local
-from penstock.offload.trained import TrainedUnit
+from penstock.offload.trained import Trained, TrainedUnit, refuse_owned
 from penstock.plan.layout import HomeName, StateFormat
+from penstock.plan.placement import Placement
 from penstock.update.norm import Norm
 
 
@@ -51,6 +52,21 @@ def check_homes(homes: object) -> None:
         raise RecipeError("shares must add up to 1", where=f"homes = {homes!r}", remedy=remedy)
 
 
+def check_placement(placement: Placement, trained: Trained, format: StateFormat) -> None:
+    """Refuse a placement that was made for other parameters, groups in another order, or another format."""
+    given = [chunk for chunks in placement.chunks.values() for chunk in chunks]
+    sizes = dict.fromkeys(range(len(trained.parameters)), 0)
+    for chunk in given:
+        sizes[chunk.parameter] = sizes.get(chunk.parameter, 0) + chunk.size
+    same = list(sizes.values()) == [local(p).numel() for p in trained.parameters]
+    if not same or any(chunk.format != format for chunk in given):
+        raise RecipeError(
+            "the placement was made for other parameters or another format",
+            where="homes",
+            remedy="Make it with the same params=, units= and states= as the optimizer.",
+        )
+
+
 def refuse_new_group() -> None:
     """State is placed once: parameters that came later would have none, and never be trained."""
     raise RecipeError(
@@ -71,7 +87,9 @@ def refuse_clipping(max_grad_norm: float) -> None:
 
 
 def check_parameters(parameters: Iterable[Tensor], device: torch.device) -> None:
-    """Refuse parameters that the kernels cannot take, or that are elsewhere than the first one."""
+    """Refuse parameters that the kernels cannot take, that are elsewhere than the first one, or another optimizer's."""
+    parameters = list(parameters)
+    refuse_owned(parameters)
     for p in parameters:
         if p.dtype not in (torch.bfloat16, torch.float32) or p.device != device or not p.is_contiguous():
             raise RecipeError(

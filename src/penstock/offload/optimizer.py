@@ -26,6 +26,7 @@ from penstock.offload.misuse import (
     Changes,
     check_model,
     check_parameters,
+    check_placement,
     format_named,
     refuse_clipping,
     refuse_late_ones,
@@ -94,7 +95,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._trained = find_trained(model, self.param_groups, units)
         self._parameters, self._units = self._trained.parameters, self._trained.units
         check_parameters(self._parameters, self._trained.device)
-        claim(self._parameters, self)
         self.format = format_named(behaviour.states, rule.formats)
         check_blocks(self._parameters, self.format)
         self._link = link_of(self._trained.device)
@@ -108,6 +108,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             manner = Manner(in_backward, behaviour.overlap, self._trained.sharded)
             profile = Profile(accumulates=behaviour.micro_batches > 1)
             homes = place(self._trained, self.format, homes, profile, manner)
+        check_placement(homes, self._trained, self.format)
         self._cores = homes.cores
         self._housing = Housing(self._trained, homes, rule, self._link, in_backward=in_backward)
         known = remainders or {}
@@ -121,6 +122,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.report: StepReport | None = None
         self._hooks = attach(self._trained, self._streams, self._gradient_came)
         self._hooks += attach_to_files(model, self._parameters, self.synchronize, self.weights_were_set)
+        claim(self._parameters, self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """For torch's own constructor only."""
@@ -300,8 +302,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             unit.wait(self._streams)
         self._streams.synchronize()
         self._changes.refuse()
-
-    # ------------------------------------------------------------------ state, independent of homes and chunking
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

@@ -184,9 +184,8 @@ _OWNERS = WeakIdKeyDictionary()
 """Of parameters, the optimizer that updates them, weakly."""
 
 
-def claim(parameters: Iterable[nn.Parameter], optimizer: object) -> None:
+def refuse_owned(parameters: Iterable[Tensor]) -> None:
     """Refuse parameters that another optimizer still updates."""
-    parameters = list(parameters)
     for p in parameters:
         owner = _OWNERS.get(p)
         if owner is not None and owner() is not None:
@@ -195,6 +194,10 @@ def claim(parameters: Iterable[nn.Parameter], optimizer: object) -> None:
                 where="OffloadAdamW",
                 remedy="close() that one first: both would write the weights.",
             )
+
+
+def claim(parameters: Iterable[nn.Parameter], optimizer: object) -> None:
+    """From here on they are this optimizer's: last in its making, so that one that was refused holds none of them."""
     for p in parameters:
         _OWNERS[p] = weakref.ref(optimizer)
 
