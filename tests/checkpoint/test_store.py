@@ -152,6 +152,6 @@ def test_a_format_of_the_future_is_said(tmp_path):
     saved = save(tmp_path / "c", 1, sample(), {}, quiet)
     values = json.loads((saved.path / "manifest.json").read_text())
     values.pop("checksum")
-    (saved.path / "manifest.json").write_text(json.dumps(store._sealed(values | {"format": 2})))
-    with pytest.raises(CheckpointError, match="has format 2, and 1 is read here"):
+    (saved.path / "manifest.json").write_text(json.dumps(store._sealed(values | {"format": 3})))
+    with pytest.raises(CheckpointError, match="has format 3, and formats up to 2 are read here"):
         open_checkpoint(saved.path)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from penstock.offload.adamw import OffloadAdamW
-from penstock.offload.optimizer import Behaviour, update_time
+from penstock.offload.behaviour import Behaviour, update_time
 from penstock.offload.placing import CPU_ADAM_CORES, place
 from penstock.offload.trained import find_trained
 from penstock.plan.layout import FORMATS
@@ -50,8 +50,10 @@ def offload(model, *, homes="auto", chunk_size=None, cpu_adam_cores=CPU_ADAM_COR
     """The optimizer with the placement that it would make itself, but for chunk, cores and what a trial measured."""
     behaviour = Behaviour(**{f.name: options[f.name] for f in fields(Behaviour) if f.name in options})
     trained = find_trained(model, options.get("params"), options.get("units"))
-    manner = Manner(update_time(behaviour) == "in-backward", behaviour.overlap, trained.sharded)
-    profile = profile or Profile(accumulates=behaviour.micro_batches > 1)
+    manner = Manner(
+        update_time(behaviour) == "in-backward", behaviour.overlap, trained.sharded, behaviour.accumulate_dtype
+    )
+    profile = profile or Profile(micro_batches=behaviour.micro_batches)
     placement = place(trained, FORMATS[behaviour.states], homes, profile, manner, chunk_size, cpu_adam_cores)
     return OffloadAdamW(model, homes=placement, **options)
 
@@ -79,5 +81,5 @@ def assert_same(a, b):
         assert torch.equal(p, q), name
     state_a, state_b = optimizer_a.state_dict(), optimizer_b.state_dict()
     assert torch.equal(state_a["steps"], state_b["steps"])
-    for entry_a, entry_b in zip(state_a["state"], state_b["state"], strict=True):
+    for entry_a, entry_b in zip(state_a["state"].values(), state_b["state"].values(), strict=True):
         assert all(torch.equal(entry_a[k], entry_b[k]) for k in entry_a)

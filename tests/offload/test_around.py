@@ -44,7 +44,7 @@ def stepped(homes, device="cpu", **options):
 
 
 def masters(optimizer):
-    return [entry["master"] for entry in optimizer.state_dict()["state"]]
+    return [entry["master"] for entry in optimizer.state_dict()["state"].values()]
 
 
 def weights(model):
@@ -172,13 +172,54 @@ def test_a_dropped_optimizer_gives_everything_back_and_another_takes_its_place(h
     del optimizer
     gc.collect()
     assert dropped() is None
-    assert threading.active_count() <= threads
     again = OffloadAdamW(model, homes="gpu")
+    assert threading.active_count() <= threads
+    assert len(model.layers[0]._forward_pre_hooks) == 1
     for ids in batches(3):
         loss_of(model, ids).backward()
         again.step()
         again.zero_grad()
     assert int(again.scalar_state()["steps"]) == 3
+
+
+@pytest.mark.parametrize("homes", HOMES, ids=str)
+def test_a_second_thread_waits_for_the_update_too(homes, monkeypatch):
+    update, begin = StreamHome._update_now, HostThreads.begin
+    monkeypatch.setattr(StreamHome, "_update_now", lambda *args: (time.sleep(0.1), update(*args))[1])
+    monkeypatch.setattr(HostThreads, "begin", lambda *args: (time.sleep(0.1), begin(*args))[1])
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 1), torch.randn(4, 64)
+    optimizer = offload(model, homes=homes, lr=0.1, chunk_size=32)
+    model(x).square().mean().backward()
+    optimizer.step()
+    first = threading.Thread(target=lambda: model(x))
+    first.start()
+    time.sleep(0.02)
+    with torch.no_grad():
+        early = model(x).clone()
+        first.join()
+        optimizer.synchronize()
+        assert torch.equal(early, model(x))
+
+
+def test_an_optimizer_may_be_dropped_in_the_midst_of_anothers_step():
+    """Wherever Python looks for what nobody holds any more: a destructor that waited there would wait for ever."""
+    model, thresholds = Net(), gc.get_threshold()
+    optimizer = offload(model, homes=HOMES[-1], chunk_size=100)
+    gc.disable()
+    for _ in range(20):
+        dropped = offload(Net(), homes=HOMES[-1], chunk_size=100)
+        dropped.itself = dropped  # so that counting references does not find it
+    del dropped
+    gc.set_threshold(1, 1, 1)
+    gc.enable()
+    try:
+        for ids in batches(3):
+            loss_of(model, ids).backward()
+            optimizer.step()
+        optimizer.close()
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def test_two_optimizers_of_the_same_parameters_are_refused():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_net import Net, assert_same, batches, loss_of, run
+from small_net import HOMES, Net, assert_same, batches, loss_of, run
 from torch import nn
 
 from penstock.errors import RecipeError
@@ -36,11 +36,61 @@ def test_a_second_backward_without_accumulate_is_refused(update):
 def test_gradients_changed_after_backward_are_refused(device):
     model = Net().to(device)
     optimizer = OffloadAdamW(model)
+    weights = [p.detach().clone() for p in model.parameters()]
     loss_of(model, batches(1, device)[0]).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    optimizer.step()  # seen on the device; the host hears of it before the next step
     with pytest.raises(RecipeError, match="gradients were changed between backward and step"):
-        optimizer.synchronize()
+        optimizer.step()
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True)), "before any update"
+
+
+def test_gradients_changed_in_a_later_step_are_refused_a_step_after(device):
+    model = Net().to(device)
+    optimizer = OffloadAdamW(model)
+    for number, ids in enumerate(batches(2, device)):
+        loss_of(model, ids).backward()
+        if number:
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.data.mul_(1e-3)  # which raises no version
+        optimizer.step()
+    with pytest.raises(RecipeError, match="gradients were changed between backward and step"):
+        optimizer.synchronize()  # seen on the device; the host hears of it before the next step
+
+
+@pytest.mark.parametrize("homes", HOMES, ids=str)
+@pytest.mark.parametrize("clip", [0.5, 0.0])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_grad_scaler_is_refused_in_its_first_step(homes, clip, unscales):
+    model = Net(torch.float32)
+    optimizer = OffloadAdamW(model, homes=homes, max_grad_norm=clip)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    scaler.scale(loss_of(model, batches(1)[0])).backward()
+    if unscales and clip:  # in-backward leaves nothing to unscale
+        scaler.unscale_(optimizer)
+    with pytest.raises(RecipeError, match="a GradScaler has scaled the loss"):
+        scaler.step(optimizer)
+    optimizer.close()
+
+
+def test_a_step_in_backward_cannot_be_skipped():
+    model = Net()
+    optimizer = OffloadAdamW(model, max_grad_norm=0.0)
+    optimizer.zero_grad()  # before a backward, as many loops do
+    with optimizer.accumulate():
+        loss_of(model, batches(1)[0]).backward()
+    optimizer.zero_grad()  # nothing is updated yet
+    loss_of(model, batches(1)[0]).backward()
+    with pytest.raises(RecipeError, match="updated already, so that it cannot be skipped"):
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert int(optimizer.scalar_state()["steps"]) == 1
+
+
+def test_the_older_way_to_shard_is_refused(ranks):
+    (said,) = ranks("sharded_the_older_way", 1)
+    assert "sharded by FullyShardedDataParallel" in said
 
 
 def test_gradients_that_were_only_measured_are_taken(device):

@@ -75,7 +75,7 @@ def test_a_hundred_steps_against_torch_and_fp64(clip):
 def test_the_working_weight_is_the_rounded_master(homes):
     model, optimizer, _ = run(homes=homes, chunk_size=100)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    for p, entry in zip(parameters, optimizer.state_dict()["state"], strict=True):
+    for p, entry in zip(parameters, optimizer.state_dict()["state"].values(), strict=True):
         bits = entry["master"].view(torch.int32)
         rounded = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
         assert torch.equal(p.detach().cpu(), rounded)
@@ -179,9 +179,10 @@ def test_fp32_weights_keep_their_precision_in_the_master():
     start = Net(torch.float32)
     model = copy.deepcopy(start)
     remainders = round_to_bf16_(model.parameters())
-    optimizer = offload(model, remainders=remainders, homes="host", chunk_size=50)
+    optimizer = offload(model, homes="host", chunk_size=50)
+    optimizer.take_remainders(remainders)
     assert model.embed.weight.dtype is torch.bfloat16
-    masters = [entry["master"] for entry in optimizer.state_dict()["state"]]
+    masters = [entry["master"] for entry in optimizer.state_dict()["state"].values()]
     trained = [p.detach() for p in start.parameters() if p.requires_grad]
     assert all(torch.equal(p, m) for p, m in zip(trained, masters, strict=True))
 
@@ -290,7 +291,7 @@ def test_a_fresh_optimizer_has_no_state_to_tell(homes):
     model = Net()
     optimizer = OffloadAdamW(model, homes=homes, lr=3e-3, max_grad_norm=0.5)
     fresh = optimizer.state_dict()
-    assert fresh["state"] == []
+    assert fresh["state"] == {}
     start = copy.deepcopy(model.state_dict())
     loss_of(model, batches(1)[0]).backward()
     optimizer.step()
@@ -307,7 +308,9 @@ def test_a_fresh_optimizer_has_no_state_to_tell(homes):
 
 def test_rounded_masters_are_state_from_the_start():
     model = Net(torch.float32)
-    optimizer = OffloadAdamW(model, remainders=round_to_bf16_(model.parameters()))
+    remainders = round_to_bf16_(model.parameters())
+    optimizer = OffloadAdamW(model)
+    optimizer.take_remainders(remainders)
     assert optimizer.state_dict()["state"]
 
 
@@ -362,7 +365,7 @@ def test_weights_loaded_into_the_model_are_the_new_masters(homes, device):
     model, optimizer, _ = run(homes=homes, chunk_size=100, device=device)
     fresh = Net(seed=5).to(device)
     model.load_state_dict(fresh.state_dict())
-    masters = [entry["master"] for entry in optimizer.state_dict()["state"]]
+    masters = [entry["master"] for entry in optimizer.state_dict()["state"].values()]
     wanted = [p.detach().cpu().float() for p in fresh.parameters() if p.requires_grad]
     assert all(torch.equal(a, b) for a, b in zip(masters, wanted, strict=True))
 

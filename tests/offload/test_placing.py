@@ -14,7 +14,7 @@ AFTER_NORM = Manner(in_backward=False)
 
 
 def test_a_shortage_names_the_formats_that_take_less():
-    weights = Requirements(2**31, 10, 2, activation_bytes=0, kept_bytes=0, gradients_leave=False, hidden_seconds=0)
+    weights = Requirements(2**31, 10, 2, 2, activation_bytes=0, kept_bytes=0, gradients_leave=False, hidden_seconds=0)
     assert (
         smaller_formats(weights, FORMATS["fp32"]) == "--states bf16 (saves 8.0 GiB), --states int8 (saves 11.9 GiB), "
     )
@@ -37,7 +37,7 @@ def test_gradients_count_as_they_are_kept():
     assert need(kept_bytes=None).kept_bytes == 500 + 2048
     assert not need(Manner(in_backward=False, overlap=False)).gradients_leave
     assert need(Manner(in_backward=True)).kept_bytes == 500
-    many = need(accumulates=True)
+    many = need(micro_batches=2)
     assert (many.activation_bytes, many.kept_bytes, many.gradients_leave) == (2548, 2548, False)
 
 

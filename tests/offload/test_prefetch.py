@@ -83,8 +83,8 @@ def test_what_came_is_void_once_state_is_written_or_the_step_forgotten(void, dev
                 model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
             if number == 3 and void == "state":
                 saved = optimizer.state_dict()
-                optimizer.load_state_dict({**saved, "state": [
-                    {key: 0.5 * value for key, value in entry.items()} for entry in saved["state"]]})  # fmt: skip
+                halved = {i: {key: 0.5 * value for key, value in entry.items()} for i, entry in saved["state"].items()}
+                optimizer.load_state_dict({**saved, "state": halved})
             if number == 3 and void != "weights":
                 optimizer.zero_grad()
                 loss_of(model, batches(1, device)[0]).backward()

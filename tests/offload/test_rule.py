@@ -4,7 +4,8 @@ import pytest
 import torch
 from small_net import HOMES, Net, assert_same, batches, loss_of
 
-from penstock.offload.optimizer import Behaviour, OffloadOptimizer
+from penstock.offload.behaviour import Behaviour
+from penstock.offload.optimizer import OffloadOptimizer
 from penstock.offload.placing import find_trained, place
 from penstock.plan.layout import Part, StateFormat
 from penstock.plan.split import Manner, Profile
@@ -40,7 +41,7 @@ class SignDescent:
     formats = {"fp32": StateFormat("fp32", (Part("momentum", "float32"),))}  # noqa: RUF012
     saved_names = {"momentum": "momentum_buffer"}  # noqa: RUF012
 
-    def scalars(self, num_groups, device):
+    def scalars(self, device):
         return SignScalars(device)
 
     def update_(self, weight, gradient, state, coefficients):
@@ -119,7 +120,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(homes):
 def test_its_state_is_saved_under_its_own_names_and_taken_back():
     _, optimizer, _ = train(HOMES[-1])
     saved = optimizer.state_dict()
-    assert set(saved["state"][0]) == {"master", "momentum_buffer"}
+    assert set(saved["state"][0]) == {"step", "master", "momentum_buffer"}
     _, other, _ = train("host", resume=saved, steps=0)
-    for a, b in zip(saved["state"], other.state_dict()["state"], strict=True):
+    for a, b in zip(saved["state"].values(), other.state_dict()["state"].values(), strict=True):
         assert all(torch.equal(a[name], b[name]) for name in a)

@@ -106,7 +106,7 @@ def test_real_parameters_are_dealt_as_they_were_solved(preset, most_gb, weights)
 
 def test_room_to_prefetch_is_what_backward_leaves_of_its_peak():
     need = Requirements(
-        1000, 10, 2, activation_bytes=5e3, kept_bytes=6e3, gradients_leave=True, hidden_seconds=1, end_bytes=1e3
+        1000, 10, 2, 2, activation_bytes=5e3, kept_bytes=6e3, gradients_leave=True, hidden_seconds=1, end_bytes=1e3
     )
     room = prefetch_room(need, [4e3, 1e3], host=400)
     peak = PREFETCH_SHARE * (6e3 - 800)
@@ -122,7 +122,7 @@ def test_what_is_dealt_within_a_room_fits_it(preset, gpu_gb):
         Chunk(i, 0, p.size, FORMATS["bf16"], 2) for i, p in enumerate(parameters(ARCHITECTURES[PRESETS[preset].model]))
     ]
     total = sum(whole.size for whole in wholes)
-    need = Requirements(total, 6, 2, 20e9, 20e9 + 2 * total, gradients_leave=True, hidden_seconds=0.5)
+    need = Requirements(total, 6, 2, 2, 20e9, 20e9 + 2 * total, gradients_leave=True, hidden_seconds=0.5)
     room, rates = Room(gpu_gb * 1e9, 300e9), Rates(36e9, 3.5e9)
     dealt = deal_within(need, room, rates, [layout.cut(whole, DEFAULT_CHUNK) for whole in wholes])
     assert dealt is not None

@@ -22,6 +22,7 @@ QWEN3_14B = Requirements(
     int(14.77e9),
     state_bytes=10,
     weight_bytes=2,
+    gradient_bytes=2,
     activation_bytes=10 * GB,
     kept_bytes=35 * GB,
     gradients_leave=True,
@@ -60,6 +61,7 @@ needs = st.builds(
     Requirements,
     st.integers(10**6, 10**11),
     st.sampled_from([4.0, 6.0, 10.0]),
+    st.just(2.0),
     st.just(2.0),
     st.floats(0, 1e11),
     st.floats(0, 1e11),
@@ -113,8 +115,11 @@ def test_gradients_count_as_they_are_kept():
     assert (after.activation_bytes, after.kept_bytes, after.gradients_leave) == (500, 2000, True)
     assert need(replace(KNOWN, kept_bytes=None)).kept_bytes == 500 + 2048
     assert need(manner=Manner(in_backward=True)).kept_bytes == 500
-    many = need(replace(KNOWN, accumulates=True))
+    many = need(replace(KNOWN, micro_batches=2))
     assert (many.activation_bytes, many.kept_bytes, many.gradients_leave) == (2548, 2548, False)
+    more = replace(KNOWN, micro_batches=3)
+    assert need(more).kept_bytes == 500 + 4 * 1024, "their sum is fp32"
+    assert need(more, Manner(False, accumulate_dtype="bf16")).kept_bytes == 2548
 
 
 @pytest.mark.parametrize(

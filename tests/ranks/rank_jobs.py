@@ -4,6 +4,7 @@ import dataclasses
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -11,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import dynamic_module_utils
 
@@ -176,6 +178,46 @@ def updates(states, home, update="after-norm", shapes=((64, 512), (3, 256), (102
         norm = optimizer.report.grad_norm.clone()
         optimizer.close()
         return {"pieces": pieces, "applied": applied, "norm": norm, "sharded": [names[p] for p in names]}
+
+
+def sharded_the_older_way():
+    """The error for a model under torch's first FSDP."""
+    with joined(find_world(), CPU):
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        try:
+            OffloadAdamW(FullyShardedDataParallel(nn.Linear(8, 8), device_id=CPU))
+        except RecipeError as error:
+            return str(error)
+        finally:
+            dist.destroy_process_group()
+
+
+def replicas(steps=4, dtype="float32", micro_batches=1, views=False, first=True, **options):
+    """Steps of a model under DistributedDataParallel, each rank with its share of the rows: weights, norms, applied."""
+    world = find_world()
+    with joined(world, CPU):
+        torch.manual_seed(world.rank)  # the ranks begin with other weights, and get those of the first
+        model = nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 24), nn.GELU(), nn.Linear(24, 1))
+        model = model.to(getattr(torch, dtype))
+        wrapped = model
+        if world.many and not first:
+            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
+        optimizer = OffloadAdamW(wrapped, lr=1e-2, micro_batches=micro_batches, **options)
+        if world.many and first:
+            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
+        generator = torch.Generator().manual_seed(7)
+        norms = []
+        for _ in range(steps):
+            for number in range(micro_batches):
+                x = torch.randn(8, 24, generator=generator)[world.rank :: world.size].to(getattr(torch, dtype))
+                waits = wrapped.no_sync() if world.many and number < micro_batches - 1 else nullcontext()
+                with waits:
+                    (wrapped(x).float().square().mean() / micro_batches).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            norms.append(float(optimizer.report.grad_norm))
+        optimizer.synchronize()
+        return {"weights": [p.detach().clone() for p in model.parameters()], "norms": norms}
 
 
 class Largest(TorchDispatchMode):

@@ -29,7 +29,7 @@ def needs_gpu():
 
 def coefficients(t=3, lr=1e-3, scale=0.7, go=1.0, betas=(0.9, 0.999), eps=1e-8, decay=0.01):
     b1, b2 = betas
-    row = [scale, go, b1, 1 - b1, b2, 1 - b2, (1 - b2**t) ** 0.5, eps, 1 - lr * decay, lr / (1 - b1**t), t]
+    row = [scale, go, b1, 1 - b1, b2, 1 - b2, (1 - b2**t) ** 0.5, eps, lr * decay, lr / (1 - b1**t), t]
     return torch.tensor(row, dtype=torch.float32)
 
 
@@ -57,7 +57,7 @@ def extremes(states):
     decades = (torch.linspace(-9, 1, 768), torch.linspace(-18, -15, 256), torch.linspace(-44, -30, 256))
     small = 10.0 ** torch.cat(decades) * torch.tensor([1.0, -1.0]).repeat(640)
     weight, _, state = problem(2048, torch.float32, states)
-    row = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1e-8, 1, 1e-3, 17]).float()
+    row = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1e-8, 0, 1e-3, 17]).float()
     return (weight, torch.cat((hard, small)), state), row
 
 

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from penstock.checkpoint.run_dir import CHECKPOINTS
 from penstock.checkpoint.store import (
+    FORMAT,
     Checkpoint,
     find,
     open_checkpoint,
@@ -317,6 +318,8 @@ def _ends(parameter: torch.Tensor, remainder: torch.Tensor | None) -> torch.Tens
 
 def restore(saved: Saved, engine: Engine, say: Say, world: World = ALONE) -> None:
     """Weights, state and generators as they were when the checkpoint was saved. All ranks take part."""
+    if saved.checkpoint.format < FORMAT:
+        say("this checkpoint is of an earlier version: from here on weight decay is rounded once, with the step")
     for group, tensors in engine.saved_tensors().items():
         if not engine.rows_on_ranks:
             if tensors:

@@ -35,7 +35,10 @@ from penstock.machine.hardware import usable_cores
 from penstock.model.weight_files import read_header
 from penstock.offload.saved_tensors import SavedTensor
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1, still read, also kept the powers of AdamW's betas. Runs of it decayed weights with another rounding."""
+GONE = {1: {"powers"}, 2: set()}
+"""By format, tensors that nobody has any more."""
 MANIFEST = "manifest.json"
 FILE_BYTES = 2 * 2**30
 """Where a file ends and the next begins. Files are what threads share out, so there should be many."""
@@ -57,6 +60,7 @@ class Checkpoint:
     path: Path
     step: int
     files: Mapping[str, Digest]
+    format: int = FORMAT
 
     @property
     def num_bytes(self) -> int:
@@ -183,8 +187,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         checksum = values.pop("checksum")
         if checksum != _sealed(values)["checksum"]:
             raise ValueError("its checksum is another")
-        if values["format"] != FORMAT:
-            what = f"has format {values['format']}, and {FORMAT} is read here"
+        if values["format"] not in GONE:
+            what = f"has format {values['format']}, and formats up to {FORMAT} are read here"
             raise CheckpointError(what, where=str(manifest), remedy="Use the version of penstock that wrote it.")
         files = {str(name): Digest(int(d["num_bytes"]), str(d["xxh3_128"])) for name, d in values["files"].items()}
         step = int(values["step"])
@@ -197,7 +201,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if _STEP.fullmatch(path.name) and _place(path.name)[0] != step:
         what = f"is of step {step} and called {path.name}"
         raise CheckpointError(what, where=str(manifest), remedy=f"Rename the directory to step-{step:08}.")
-    return Checkpoint(path, step, files)
+    return Checkpoint(path, step, files, int(values["format"]))
 
 
 def verify(checkpoint: Checkpoint, say: Say) -> None:
@@ -249,11 +253,15 @@ def read_document(checkpoint: Checkpoint, name: str) -> Any:
 
 def order_of_load(checkpoint: Checkpoint, group: str) -> list[str]:
     """Names of the tensors of a group in the order in which they are read."""
-    return [name for path in _files(checkpoint, group) for name in read_header(path)]
+    return [name for path in _files(checkpoint, group) for name in read_header(path) if _has_place(checkpoint, name)]
 
 
 def _files(checkpoint: Checkpoint, group: str) -> list[Path]:
     return [checkpoint.path / name for name in checkpoint.files if re.fullmatch(rf"{group}-\d+\.safetensors", name)]
+
+
+def _has_place(checkpoint: Checkpoint, name: str) -> bool:
+    return name not in GONE[checkpoint.format]
 
 
 def read_tensors(
@@ -264,7 +272,7 @@ def read_tensors(
     Other ranks must be in `receive_tensors`, in the order of `order_of_load`.
     """
     files = _files(checkpoint, group)
-    stored = {name: entry for path in files for name, entry in read_header(path).items()}
+    stored = {n: entry for path in files for n, entry in read_header(path).items() if _has_place(checkpoint, n)}
     wanted = {tensor.name: tensor for tensor in tensors}
     for name in sorted(wanted.keys() | stored.keys()):
         if name not in stored or name not in wanted:

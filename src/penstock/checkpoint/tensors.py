@@ -123,11 +123,11 @@ def _blocks(tensor: SavedTensor) -> Iterator[Tensor]:
 
 
 def read_file(path: Path, tensors: Mapping[str, SavedTensor], transfer: Transfer, num_ranks: int = 1) -> None:
-    """Fill the tensors that the file holds, where they lie; that they are of its shapes was seen to before.
+    """Fill those tensors that the file holds, where they lie; that they are of its shapes was seen to before.
 
     Other ranks get theirs sent, a tensor that does not lie in rows on the ranks as a whole.
     """
-    stored = read_header(path)
+    stored = {name: entry for name, entry in read_header(path).items() if name in tensors}
     staging = torch.empty(BLOCK, dtype=torch.uint8)
     with open(path, "rb", buffering=0) as file:
         for name, entry in stored.items():

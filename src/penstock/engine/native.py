@@ -20,8 +20,8 @@ from penstock.errors import DoesNotFit
 from penstock.flow.timeline import Span
 from penstock.machine.hardware import pick_compile
 from penstock.offload.adamw import OffloadAdamW
+from penstock.offload.behaviour import Behaviour, update_time
 from penstock.offload.dtensors import local
-from penstock.offload.optimizer import Behaviour, update_time
 from penstock.offload.placing import place
 from penstock.offload.saved_tensors import SavedTensor, state_tensors, weight_tensors
 from penstock.offload.trained import find_trained
@@ -56,8 +56,9 @@ class NativeEngine:
             overlap=recipe.mode == "superoffload",
         )
         in_backward = update_time(behaviour) == "in-backward"
+        manner = Manner(in_backward, behaviour.overlap, world.many, recipe.accumulate_dtype)
         with self._memory_explained():
-            profile = try_once(self.packed, recipe, world, in_backward=in_backward)
+            profile = try_once(self.packed, recipe, world, manner)
         if profile.activation_bytes and profile.kept_bytes:
             if pick_compile(recipe, self.packed.device):
                 say(f"layers compiled in {profile.start_seconds:.1f} s; what was made is kept for the next run")
@@ -71,7 +72,7 @@ class NativeEngine:
             FORMATS[recipe.states],
             homes,
             profile,
-            Manner(in_backward, behaviour.overlap, sharded=world.many),
+            manner,
             cpu_adam_cores=recipe.cpu_adam_cores,
         )
         self.optimizer = OffloadAdamW(
@@ -86,8 +87,9 @@ class NativeEngine:
             update=behaviour.update,
             overlap=behaviour.overlap,
             units=layers,
-            remainders=remainders,
+            accumulate_dtype=recipe.accumulate_dtype,
         )
+        self.optimizer.take_remainders(remainders or {})
         of_rank = f"rank {world.rank} of {world.size}: " if world.many else ""
         for line in (self.optimizer.describe_host_memory(), self.optimizer.describe()):
             if line:

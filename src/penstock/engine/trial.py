@@ -18,7 +18,7 @@ from penstock.engine.packed import PackedModel
 from penstock.engine.ranks import World
 from penstock.machine.hardware import pick_compile
 from penstock.offload.dtensors import all_say, local
-from penstock.plan.split import Profile
+from penstock.plan.split import Manner, Profile
 from penstock.recipe.recipe import Recipe
 
 
@@ -55,22 +55,28 @@ class _Watch:
         """The highest."""
         return max([self._last, *self._peaks.values()])
 
-    def after(self, more: int = 0) -> dict[object, float]:
-        """The highest from each gradient on, with so much more."""
+    def after(self, more: int = 0, sum_bytes: int = 0) -> dict[object, float]:
+        """The highest from each gradient on, with so much more.
+
+        `sum_bytes`: an element of those whose gradients of other micro-batches still wait for the last one.
+        """
         found: dict[object, float] = {}
-        highest = self._last
+        highest, waiting = self._last, 0
         for parameter, until in reversed(self._peaks.items()):
-            found[parameter], highest = highest + more, max(highest, until)
+            found[parameter] = highest + more
+            waiting += max(0, sum_bytes - parameter.itemsize) * local(parameter).numel()
+            highest = max(highest, until + waiting)
         return found
 
 
-def try_once(packed: PackedModel, recipe: Recipe, world: World, *, in_backward: bool) -> Profile:
+def try_once(packed: PackedModel, recipe: Recipe, world: World, manner: Manner) -> Profile:
     """Forward and backward of a full micro-batch, to see what they need before state takes the rest.
 
     With one micro-batch and `after-norm` all its gradients are there at once, and share the peak with its activations.
     """
-    accumulates = recipe.rows_on(world.size) < -(-recipe.batch_size // world.size)
-    unknown = Profile(0, 0, accumulates=accumulates, ranks_here=world.local_size)
+    rows = -(-recipe.batch_size // world.size)
+    micro_batches = -(-rows // recipe.rows_on(world.size))
+    unknown = Profile(0, 0, micro_batches=micro_batches, ranks_here=world.local_size)
     if packed.device.type != "cuda":
         return unknown
     vocab_size = packed.model.config.get_text_config().vocab_size
@@ -80,10 +86,11 @@ def try_once(packed: PackedModel, recipe: Recipe, world: World, *, in_backward: 
     with _told(parameters, watch.came):
         with _told(parameters, drop_gradient):
             forward, backward, start_seconds = _time_passes(packed, recipe, batch, watch)
+        waiting = int(manner.sum_bytes(0, micro_batches))
         activation_bytes, gradient_bytes = watch.peak(), sum(local(p).nbytes for p in parameters)
-        kept_bytes, bytes_after = activation_bytes + gradient_bytes, watch.after(gradient_bytes)
+        kept_bytes, bytes_after = activation_bytes + gradient_bytes, watch.after(gradient_bytes, waiting)
         sharded = isinstance(packed.model, FSDPModule)
-        if not (accumulates or in_backward):
+        if micro_batches == 1 and not manner.in_backward:
             bytes_after = {}
             # Activations go while gradients come, so that it may fit where the sum of both does not. Ranks do not try:
             # one that ran out of memory would leave the others waiting, as would one that does not go along.

@@ -7,6 +7,7 @@ Tests put one in its place that keeps vector clocks, and sees every wait that is
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -110,6 +111,12 @@ class Streams:
             return ThreadPoolExecutor(1, name)
         number = torch.cuda.current_device() if self.device.index is None else self.device.index
         return ThreadPoolExecutor(1, name, initializer=torch.cuda.set_device, initargs=(number,))
+
+    def caller(self) -> int:
+        """Whom `main_waits` holds up: the calling thread's current stream; where there are none, the thread."""
+        if self.device.type != "cuda":
+            return threading.get_ident()
+        return torch.cuda.current_stream(self.device).cuda_stream
 
     def main_mark(self) -> Mark:
         """The point after all that the calling thread has enqueued on its current stream."""

@@ -11,12 +11,13 @@ optimizer.zero_grad()
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
-from penstock.offload.optimizer import Behaviour, OffloadOptimizer, UpdateTime
+from penstock.offload.behaviour import Behaviour, UpdateTime
+from penstock.offload.optimizer import OffloadOptimizer
 from penstock.offload.placing import Homes
 from penstock.plan.placement import Placement
 from penstock.update.adamw import AdamW
@@ -35,10 +36,12 @@ class OffloadAdamW(OffloadOptimizer):
       bit.
     - `micro_batches`: backward passes in a step, for loops that cannot call `accumulate()`.
     - `units`: modules that are called as a whole, if those are not the elements of each ModuleList.
-    - `remainders`: what bf16 weights lost when whoever loaded them rounded them (`update.master.round_to_bf16_`).
+    - `accumulate_dtype`: gradients of micro-batches add up in fp32, and each sum is rounded once. `bf16` takes half of
+      the memory, and its error grows with their number.
 
     Parameters may be sharded by FSDP2's `fully_shard`. Each rank then updates its shards, a unit is what FSDP2 gathers
-    at once, and its gather waits for its update; clipping is by the norm over all ranks.
+    at once, and its gather waits for its update; clipping is by the norm over all ranks. Under
+    DistributedDataParallel every rank updates all of them in `step()`, when gradients have been reduced.
     """
 
     def __init__(
@@ -57,10 +60,8 @@ class OffloadAdamW(OffloadOptimizer):
         overlap: bool = True,
         micro_batches: int = 1,
         units: Iterable[nn.Module] | None = None,
-        remainders: Mapping[nn.Parameter, Tensor] | None = None,
+        accumulate_dtype: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        behaviour = Behaviour(max_grad_norm, states, update, overlap, micro_batches)
-        super().__init__(
-            model, AdamW(), defaults, behaviour, params=params, homes=homes, units=units, remainders=remainders
-        )
+        behaviour = Behaviour(max_grad_norm, states, update, overlap, micro_batches, accumulate_dtype)
+        super().__init__(model, AdamW(), defaults, behaviour, params=params, homes=homes, units=units)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from penstock.flow.arena import Arena
 from penstock.flow.transfers import Link
 from penstock.machine.hardware import near_cores
 from penstock.offload.dtensors import local
@@ -92,9 +91,14 @@ class Housing:
             found[name] = found.get(name, 0) + chunk.state_bytes
         return found
 
-    def arenas(self) -> list[Arena]:
-        """The host memory that was taken."""
-        return [home.arena for home, _ in self.homes if home.arena is not None]
+    def describe_host_memory(self) -> str:
+        """How much of it was taken, and how fast it was ready; nothing if all state is on the device."""
+        arenas = [home.arena for home, _ in self.homes if home.arena is not None]
+        if not arenas:
+            return ""
+        gigabytes, seconds = sum(a.num_bytes for a in arenas) / 1e9, sum(a.seconds for a in arenas)
+        did = "pinned" if arenas[0].pinned else "taken"
+        return f"{gigabytes:,.2f} GB of host memory {did} in {seconds:.1f} s, {gigabytes / seconds:.1f} GB/s"
 
     def close(self) -> None:
         """Give back state, arenas and threads."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from penstock.errors import RecipeError
 from penstock.flow.lanes import Streams, ToHost
@@ -37,6 +37,12 @@ def check_model(model: object) -> None:
             f"the first argument is {type(model).__name__}, not a model",
             where="OffloadAdamW",
             remedy="Pass the model itself: its forward waits for its updates. Parameter groups go into params=.",
+        )
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise RecipeError(
+            "the model is sharded by FullyShardedDataParallel",
+            where="OffloadAdamW",
+            remedy="Shard it with torch's fully_shard (FSDP2), whose parameters keep their shapes.",
         )
 
 
@@ -109,11 +115,31 @@ def refuse_misuse(unit: TrainedUnit, *, seen: bool) -> None:
             "or set micro_batches to their number. With one backward: a weight that two checkpointed modules share "
             "needs checkpointing with use_reentrant=False.",
         )
-    if unit.updates:
+    if not unit.was_called:
         raise RecipeError(
             f"the weights of {type(unit.module).__name__} are used without calling that module",
             where="OffloadAdamW",
             remedy="Name the module that is called instead, with units=[...].",
+        )
+
+
+def refuse_skipping() -> None:
+    """Of a step in-backward that no `step()` follows."""
+    raise RecipeError(
+        "with in-backward the weights of this step are updated already, so that it cannot be skipped",
+        where="zero_grad",
+        remedy="Call step(). Loops that skip steps need the update after-norm: max_grad_norm, or update='after-norm'.",
+    )
+
+
+def refuse_scaler(given: dict[str, Any]) -> None:
+    """Of `torch.amp.GradScaler`, which leaves its scale there: gradients are summed up before it would divide them."""
+    given.pop("found_inf", None)
+    if given.pop("grad_scale", given) is not given:
+        raise RecipeError(
+            "a GradScaler has scaled the loss",
+            where="OffloadAdamW",
+            remedy="Train without one: autocast to torch.bfloat16 needs none, and so do weights in bf16.",
         )
 
 
@@ -140,29 +166,34 @@ def refuse_other_type(parameter: Tensor, gradient: Tensor) -> None:
 class Changes:
     """Whether someone changed a gradient between backward and step, as a loop that clips does.
 
-    Writing alone is no change: some loops scale by one to learn the norm. The device finds it out in `look`, and the
-    host reads it a step later. Gradients that are no longer there, used or sent to the host, cannot be watched.
+    Writing alone is no change: some loops scale by one to learn the norm. So values are compared, by their sums of
+    squares; versions were rejected, since `grad.data` and GradScaler raise none. The device finds it out in `look`. The
+    host reads it at once in the first step, before anything is updated, and later a step after. Gradients that are no
+    longer there, used or sent to the host, cannot be watched.
     """
 
     def __init__(self, norm: Norm, streams: Streams) -> None:
         self._norm, self._streams = norm, streams
         self._changed: ToHost | None = None
+        self._first = True
 
-    def look(self, watched: Mapping[int, Watched], parameters: Sequence[Tensor]) -> None:
-        """Compare the gradients that were written to with what the norm has taken of them."""
+    def look(self, watched: Mapping[int, int], parameters: Sequence[Tensor]) -> None:
+        """Compare the gradients that are there with what the norm has taken of them. `watched`: where each was."""
         now = {i: parameters[i].grad for i in watched}
         there = {i: local(gradient) for i, gradient in now.items() if gradient is not None}
-        if len(there) < len(now) or any(g.data_ptr() != watched[i].address for i, g in there.items()):
+        if len(there) < len(now) or any(g.data_ptr() != watched[i] for i, g in there.items()):
             raise RecipeError(
                 "a gradient was replaced or dropped between backward and step()",
                 where="OffloadAdamW",
                 remedy="Let the optimizer clip (its max_grad_norm); leave parameters out with requires_grad_(False), "
-                "and a whole step with the optimizer's own zero_grad().",
+                "and a whole step with the optimizer's own zero_grad() and the update after-norm.",
             )
-        written = [i for i, gradient in there.items() if gradient._version != watched[i].version]
-        if written:
-            changed = torch.stack([self._norm.differs(i, there[i].reshape(-1)) for i in written]).any()
-            self._changed = self._streams.to_host(changed)
+        if there:
+            differ = self._norm.differ({i: gradient.reshape(-1) for i, gradient in there.items()})
+            self._changed = self._streams.to_host(differ)
+            if self._first:
+                self.refuse()
+            self._first = False
 
     def refuse(self) -> None:
         """A gradient that was changed may have been used already, and the norm is that of before."""
@@ -173,16 +204,3 @@ class Changes:
                 where="OffloadAdamW",
                 remedy="Let the optimizer clip (its max_grad_norm) and nobody else: Trainer takes max_grad_norm=0.",
             )
-
-
-@dataclass(frozen=True)
-class Watched:
-    """A final gradient as it was given: where it lies and its version."""
-
-    address: int
-    version: int
-
-    @classmethod
-    def of(cls, gradient: Tensor) -> Watched:
-        """From here on."""
-        return cls(local(gradient).data_ptr(), local(gradient)._version)

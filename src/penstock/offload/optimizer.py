@@ -9,16 +9,17 @@ rejected: a rollback cannot restore the bits.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.flow.timeline import Timeline
 from penstock.flow.transfers import link_of
+from penstock.offload.behaviour import Behaviour, UpdateTime, update_time
+from penstock.offload.dropped import drop, wait_for_dropped
 from penstock.offload.dtensors import check_blocks, group_of, local
 from penstock.offload.homes import Coefficients, Update
 from penstock.offload.housing import Housing
@@ -28,24 +29,23 @@ from penstock.offload.misuse import (
     check_parameters,
     check_placement,
     format_named,
-    refuse_clipping,
     refuse_late_ones,
     refuse_misuse,
     refuse_new_group,
     refuse_other_type,
+    refuse_scaler,
+    refuse_skipping,
 )
 from penstock.offload.placing import Homes, place
 from penstock.offload.prefetch import Prefetcher
-from penstock.offload.state_dict import check_saved, read_state, write_state
+from penstock.offload.state_dict import read_saved, state_dict_of, write_state
 from penstock.offload.step import Step
-from penstock.offload.trained import TrainedUnit, attach, attach_to_files, claim, find_trained, let_go
+from penstock.offload.trained import TrainedUnit, Updates, attach, attach_to_files, claim, find_trained, let_go
 from penstock.plan.placement import Placement
 from penstock.plan.split import Manner, Profile
 from penstock.update.formats import StateView, view_state
 from penstock.update.norm import Norm, clip
 from penstock.update.rule import GO, Rule
-
-UpdateTime = Literal["after-norm", "in-backward"]
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,11 @@ class StepReport:
     """False if a gradient was not finite: weights and state are then as before."""
 
 
-@dataclass(frozen=True)
-class Behaviour:
-    """How an offloaded optimizer updates, whatever its rule."""
-
-    max_grad_norm: float = 1.0
-    states: str = "fp32"
-    update: UpdateTime | Literal["auto"] = "auto"
-    overlap: bool = True
-    micro_batches: int = 1
-
-
 class OffloadOptimizer(torch.optim.Optimizer):
     """Any update rule with state in three homes; `OffloadAdamW` is the one to use, and says what each value means."""
+
+    _step_supports_amp_scaling = True
+    """So that a GradScaler comes to `step` with its scale, and can be refused."""
 
     def __init__(
         self,
@@ -82,10 +74,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         params: Iterable[dict[str, Any]] | None = None,
         homes: Homes | Placement = "auto",
         units: Iterable[nn.Module] | None = None,
-        remainders: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
         check_model(model)
+        wait_for_dropped()
         self.max_grad_norm, self._micro_batches = behaviour.max_grad_norm, behaviour.micro_batches
+        self._sums_in_fp32 = behaviour.accumulate_dtype == "fp32"
         self._overlap, self._rule = behaviour.overlap, rule
         self.update: UpdateTime = update_time(behaviour)
         trainable = [p for p in model.parameters() if p.requires_grad]
@@ -102,21 +95,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
         sizes = [local(p).numel() for p in self._parameters]
         self._norm = Norm(sizes, self._trained.device, group_of(self._parameters[0]))
         self._changes = Changes(self._norm, self._streams)
-        self._scalars = rule.scalars(len(self.param_groups), self._trained.device)
+        self._scalars = rule.scalars(self._trained.device)
         in_backward = self.update == "in-backward"
         if not isinstance(homes, Placement):
-            manner = Manner(in_backward, behaviour.overlap, self._trained.sharded)
-            profile = Profile(accumulates=behaviour.micro_batches > 1)
+            manner = Manner(in_backward, behaviour.overlap, self._trained.sharded, behaviour.accumulate_dtype)
+            profile = Profile(micro_batches=behaviour.micro_batches)
             homes = place(self._trained, self.format, homes, profile, manner)
         check_placement(homes, self._trained, self.format)
         self._cores = homes.cores
         self._housing = Housing(self._trained, homes, rule, self._link, in_backward=in_backward)
-        known = remainders or {}
-        self._housing.start_from({i: known[p] for i, p in enumerate(self._parameters) if p in known})
+        self._housing.start_from()
         self._prefetcher: Prefetcher | None = None
         if homes.prefetch is not None and self._housing.stream:
             self._prefetcher = Prefetcher(self._housing.stream, self._streams, homes.prefetch)
-        self._fresh = not known  # state is zero, masters are the weights
+        self._fresh = True  # state is zero, masters are the weights
         self._hold_updates = False  # inside accumulate()
         self._step: Step | None = None
         self.report: StepReport | None = None
@@ -141,12 +133,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _begin(self) -> Step:
         self._norm.clear()
-        return Step()
+        if self._trained.replicated and self._fresh:  # DistributedDataParallel has sent out the weights of one rank
+            self._housing.start_from()
+        return Step(late=self._trained.replicated)
 
+    @torch.no_grad()
     def _gradient_came(self, index: int, unit: TrainedUnit) -> None:
         self._step = step = self._step or self._begin()
-        if step.came(index) >= self._micro_batches and not self._hold_updates:
+        final = step.came(index) >= self._micro_batches and not self._hold_updates
+        if step.late:
+            return
+        if final:
+            step.release(index, self._parameters[index])
             self._gradient_final(step, index, unit)
+        elif self._sums_in_fp32:
+            step.hold(index, self._parameters[index])
 
     @torch.no_grad()
     def _gradient_final(self, step: Step, index: int, unit: TrainedUnit) -> None:
@@ -154,7 +155,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         gradient = self._parameters[index].grad
         assert gradient is not None
         refuse_other_type(self._parameters[index], gradient)
-        flat = local(gradient).contiguous().view(-1)
+        flat = step.flat(gradient)
         self._norm.add(index, flat)
         step.is_final(index, gradient, flat)
         if self.update == "in-backward":
@@ -192,6 +193,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update from the gradients of the backward that just ran. Enqueues only; nothing here waits for the device."""
+        refuse_scaler(vars(self))
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -224,9 +226,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """The step, with gradients that came in accumulate() only, as those of an expert may; None if none came."""
         for unit in self._units:
             for index in unit.parameters:
-                if self._parameters[index].grad is not None and (self._step is None or index not in self._step.seen):
-                    self._step = self._step or self._begin()
-                    self._gradient_final(self._step, index, unit)
+                step, parameter = self._step, self._parameters[index]
+                if step is not None:
+                    step.release(index, parameter)
+                if parameter.grad is not None and (step is None or index not in step.seen):
+                    self._step = step = step or self._begin()
+                    self._gradient_final(step, index, unit)
         return self._step if self._step is not None and self._step.seen else None
 
     def _forget_step(self) -> None:
@@ -236,6 +241,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _update_unit(self, step: Step, unit: TrainedUnit, rows: list[Coefficients]) -> None:
         ready, home_of = self._streams.main_mark(), self._housing.home_of
+        unit.updates = Updates()
         for index in unit.parameters:
             flat = step.take(index)
             if flat is None and index not in step.sent:
@@ -247,7 +253,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for chunk in self._housing.chunks[index]:
                 part = None if flat is None else chunk.of(flat)
                 update = Update(chunk, chunk.of(weight), part, rows[self._group_of[index]], ready)
-                unit.updates.append(home_of[chunk].update(update))
+                unit.updates.made.append(home_of[chunk].update(update))
             # Dropped in every home: in `host` it has gone, and which home a parameter has must not show.
             self._parameters[index].grad = None
 
@@ -262,6 +268,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         They are dropped with `set_to_none=False` too: updates may still read them, and some are not there any more.
         """
         if self._step is not None:
+            if self.update == "in-backward" and self._step.has_begun:
+                refuse_skipping()
             self._forget_step()
         super().zero_grad(set_to_none=True)
 
@@ -284,12 +292,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def describe_host_memory(self) -> str:
         """How much of it the homes took, and how fast it was ready; nothing if all state is on the device."""
-        arenas = self._housing.arenas()
-        if not arenas:
-            return ""
-        gigabytes, seconds = sum(a.num_bytes for a in arenas) / 1e9, sum(a.seconds for a in arenas)
-        did = "pinned" if arenas[0].pinned else "taken"
-        return f"{gigabytes:,.2f} GB of host memory {did} in {seconds:.1f} s, {gigabytes / seconds:.1f} GB/s"
+        return self._housing.describe_host_memory()
 
     @property
     def timeline(self) -> Timeline:
@@ -305,18 +308,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Everything, per parameter, on the CPU: step count, powers, fp32 master and moments, parameter groups.
+        """Everything, per parameter, on the CPU: step count, fp32 master and moments, parameter groups.
 
-        Before the first step there is no state to tell, as in torch: wrappers read and write it at once to move it.
-        Of parameters that are sharded it holds this rank's part; `saved_tensors.py` has the whole for any number of
-        ranks.
+        It is in torch's form, and `torch.optim.AdamW` can load it, but for the states int8. Before the first step there
+        is none to tell, as in torch. Of parameters that are sharded it holds this rank's part; `saved_tensors.py` has
+        the whole for any number of ranks.
         """
         self.synchronize()
-        states, names = self._housing.states_of, self._rule.saved_names
-        entries = [] if self._fresh else [read_state(p, list(states(i)), names) for i, p in enumerate(self._parameters)]
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        scalars = {name: tensor.cpu() for name, tensor in self._scalars.tensors().items()}
-        return {"state": entries, "param_groups": groups, **scalars}
+        states = {} if self._fresh else {p: list(self._housing.states_of(i)) for i, p in enumerate(self._parameters)}
+        return state_dict_of(self.param_groups, states, self._scalars.tensors(), self._rule.saved_names)
+
+    @torch.no_grad()
+    def take_remainders(self, remainders: Mapping[nn.Parameter, Tensor]) -> None:
+        """What bf16 weights lost when they were rounded (`update.master.round_to_bf16_`): masters get it back."""
+        self._housing.start_from({i: remainders[p] for i, p in enumerate(self._parameters) if p in remainders})
+        self._fresh = self._fresh and not remainders
 
     @torch.no_grad()
     def weights_were_set(self, indices: Sequence[int] | None = None) -> None:
@@ -331,20 +337,23 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take everything back, weights included: the working weight is the rounded master."""
-        check_saved(state_dict["state"], self._parameters, self.format, self._rule)
+        """Take everything back, weights included: the working weight is the rounded master.
+
+        The state of a `torch.optim.AdamW` is taken too; its masters are the weights as they are now.
+        """
+        saved = read_saved(state_dict, self.param_groups, self.format, self._rule)
         self.synchronize()
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(saved)
-        self._scalars.load(state_dict)
+        for group, values in zip(self.param_groups, saved.groups, strict=True):
+            group.update(values)
+        self._scalars.load(saved.scalars)
         if self.update == "in-backward":  # gradients have been used; else they wait for `step`, as in torch
             self._forget_step()
-        if state_dict["state"]:
-            for (index, p), entry in zip(enumerate(self._parameters), state_dict["state"], strict=True):
+        if saved.entries:
+            for (index, p), entry in zip(enumerate(self._parameters), saved.entries, strict=True):
                 write_state(p, list(self._housing.states_of(index)), entry, self._rule.saved_names)
         elif not self._fresh:
             self._housing.clear()
-        self._fresh = not state_dict["state"]
+        self._fresh = not saved.entries
         self._housing.start_from()
 
     def chunk_states(self) -> Iterator[tuple[nn.Parameter, list[StateView]]]:
@@ -376,23 +385,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         finally:  # an error there is the caller's, but nothing is held back because of it
             self._prefetcher = None
             for unit in self._units:
-                unit.updates.clear()
+                unit.updates = Updates()
             for hook in self._hooks:
                 hook.remove()
             self._housing.close()
             let_go(self._parameters)
 
     def __del__(self) -> None:
-        """Dropped without `close`, as when a cell of a notebook runs again: nothing is left behind."""
-        if hasattr(self, "_hooks") and self._housing.homes and not sys.is_finalizing():
-            with contextlib.suppress(Exception):  # nobody would see it
-                self.close()
-
-
-def update_time(behaviour: Behaviour) -> UpdateTime:
-    """`auto`: after the norm where there is one to clip by, else in backward."""
-    if behaviour.update == "auto":
-        return "after-norm" if behaviour.max_grad_norm else "in-backward"
-    if behaviour.update == "in-backward":
-        refuse_clipping(behaviour.max_grad_norm)
-    return behaviour.update
+        """Dropped without `close`: nothing is left behind."""
+        if hasattr(self, "_hooks") and self._housing.homes:
+            drop(self._housing, self._hooks)

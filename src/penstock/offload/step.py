@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from penstock.offload.misuse import Watched
+from penstock.offload.dtensors import local
 from penstock.offload.trained import TrainedUnit
 
 
@@ -15,16 +16,20 @@ from penstock.offload.trained import TrainedUnit
 class Step:
     """What has come of a step so far, by the numbers of the parameters."""
 
+    late: bool = False
+    """No gradient is final before `step()`: ranks that hold the same parameters reduce them after their hooks."""
     passes: dict[int, int] = field(default_factory=dict)
     """Gradients that came, from one micro-batch each."""
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    """Of gradients that are not final what has come so far: of one micro-batch as it came, of more in fp32."""
     seen: set[int] = field(default_factory=set)
     """Parameters whose gradients were final."""
     final: dict[int, Tensor] = field(default_factory=dict)
     """Final gradients on the device that no update has taken yet, flat."""
     sent: set[int] = field(default_factory=set)
     """Parameters whose gradients have all gone down."""
-    watched: dict[int, Watched] = field(default_factory=dict)
-    """Final gradients as they were given."""
+    watched: dict[int, int] = field(default_factory=dict)
+    """Where final gradients lay."""
     coefficients: Tensor | None = None
     """Of `in-backward`: the learning rate must be set by the first final gradient; `after-norm` reads it in `step`."""
 
@@ -33,16 +38,45 @@ class Step:
         self.passes[index] = self.passes.get(index, 0) + 1
         return self.passes[index]
 
+    def hold(self, index: int, parameter: Tensor) -> None:
+        """Take a gradient that is not final away: autograd would add the next one to it in bf16, and round each time.
+
+        Gradients of fp32 stay where they are, since nothing is lost there.
+        """
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.dtype is not torch.float32:
+            held = self.sums.get(index)
+            self.sums[index] = local(gradient) if held is None else held.float().add_(local(gradient))
+            parameter.grad = None
+
+    def release(self, index: int, parameter: Tensor) -> None:
+        """Make the last gradient the sum of all, rounded once."""
+        held = self.sums.pop(index, None)
+        if held is not None and parameter.grad is None:  # none came in the last micro-batch, as with experts
+            parameter.grad = torch.empty_like(parameter)
+            local(parameter.grad).copy_(held)
+        elif held is not None and parameter.grad is not None:
+            last = local(parameter.grad)
+            torch.add(held, last, out=last)
+
+    def flat(self, gradient: Tensor) -> Tensor:
+        """A final gradient as kernels take it; a copy if it lies in a bucket that the next backward writes to."""
+        own = local(gradient).contiguous().view(-1)
+        return own.clone() if self.late and own.untyped_storage().nbytes() > own.nbytes else own
+
     def is_final(self, index: int, gradient: Tensor, flat: Tensor) -> None:
         """A gradient will not change any more."""
         self.seen.add(index)
         self.final[index] = flat
-        self.watched[index] = Watched.of(gradient)
+        if not self.late:  # or whoever changes gradients has done so by now
+            self.watched[index] = local(gradient).data_ptr()
 
     def was_sent(self, index: int) -> None:
         """All of a gradient has gone down, and the device keeps none of it."""
         self.sent.add(index)
-        del self.final[index], self.watched[index]
+        del self.final[index]
+        self.watched.pop(index, None)
 
     def take(self, index: int) -> Tensor | None:
         """The final gradient, for its update."""
@@ -52,6 +86,11 @@ class Step:
     def is_complete(self, unit: TrainedUnit) -> bool:
         """Whether all gradients of a unit were final."""
         return self.seen.issuperset(unit.parameters)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether weights have been updated; of `in-backward`."""
+        return len(self.final) < len(self.seen)
 
     def has_update(self, indices: Sequence[int]) -> bool:
         """Whether any of these has a gradient that no update has taken yet."""

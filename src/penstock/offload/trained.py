@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
@@ -26,26 +27,43 @@ from penstock.plan.layout import Chunk, StateFormat
 
 
 @dataclass
+class Updates:
+    """The updates of a unit in one step, one a chunk."""
+
+    made: list[Future[Mark]] = field(default_factory=list)
+    waited: set[int] = field(default_factory=set)
+    """Streams, or threads where there are none, that have waited for them."""
+
+
+@dataclass
 class TrainedUnit:
     """A unit as the optimizer sees it: the numbers of its parameters, and what its next forward must wait for."""
 
     module: nn.Module
     parameters: tuple[int, ...]
-    updates: list[Future[Mark]] = field(default_factory=list)
+    updates: Updates = field(default_factory=Updates)
 
     def wait(self, streams: Streams) -> None:
-        """The calling thread's stream goes on only after this unit's update."""
-        updates, self.updates = self.updates, []  # at once: one that failed is told of once
+        """What calls goes on only after this unit's update: each thread and each stream for itself."""
+        updates, caller = self.updates, streams.caller()
+        if not updates.made or caller in updates.waited:
+            return
         failed: BaseException | None = None
-        if updates:
-            with streams.timeline.on_device("wait"):
-                for update in updates:
-                    failed = failed or update.exception()  # which waits too: the others still write weights
-                    if update.exception() is None:
-                        streams.main_waits(update.result())
-                        gather_waits(self.module, update.result())
+        with streams.timeline.on_device("wait"):
+            for update in updates.made:
+                failed = failed or update.exception()  # which waits too: the others still write weights
+                if update.exception() is None:
+                    streams.main_waits(update.result())
+                    gather_waits(self.module, update.result())
+        updates.waited.add(caller)
         if failed is not None:
+            updates.made = []  # it is told of once
             raise failed
+
+    @property
+    def was_called(self) -> bool:
+        """Whether somebody has waited for the last updates."""
+        return bool(self.updates.waited) or not self.updates.made
 
 
 @dataclass(frozen=True)
@@ -65,6 +83,11 @@ class Trained:
     def sharded(self) -> bool:
         """Whether FSDP2 has sharded them."""
         return isinstance(self.parameters[0], DTensor)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether other ranks may hold them too, as under DistributedDataParallel."""
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not self.sharded
 
     def deadlines(self) -> list[int]:
         """By parameter, the number of its unit."""

@@ -27,6 +27,7 @@ class Job:
     checkpoints: int = 3
     """On disk at once, at the most."""
     compiled: bool = False
+    accumulate_dtype: str = "fp32"
 
     @property
     def schedule(self) -> str:

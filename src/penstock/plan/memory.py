@@ -118,12 +118,12 @@ def peaks(a: Architecture, work: Work, gpus: int = 1) -> Peaks:
 
 
 def _loss(a: Architecture, work: Work) -> float:
-    """The final norm, the hidden states with their gradient, the head's gradient in fp32, and chunks of logits."""
+    """The final norm, the hidden states, their gradient and the head's in fp32, and chunks of logits."""
     b, h = work.dtype_bytes, a.hidden
     logits = 4.0 * a.vocab * work.tokens
     # Logits and the exponentials of logsumexp, beside the 16-bit gradient of the chunk before where there is one.
     chunks = 2.5 * LOGITS_BYTES if logits > LOGITS_BYTES else 2 * logits
-    return work.tokens * (4 * h + 2 * b * h + 2 * b * h) + 4.0 * a.vocab * h + chunks
+    return work.tokens * (4 * h + 3 * b * h + 4 * h) + 4.0 * a.vocab * h + chunks
 
 
 def sharded_bytes(a: Architecture, dtype_bytes: int) -> float:

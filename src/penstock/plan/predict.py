@@ -247,9 +247,9 @@ def _requirements(job: Job, rank: _Rank, format: StateFormat, gpus: int) -> Requ
         rank.peaks.kept_bytes,
         forward_seconds=one.forward_s - one.head_s,
         backward_seconds=one.backward_s + one.recompute_s,
-        accumulates=rank.num_micro_batches > 1,
+        micro_batches=rank.num_micro_batches,
     )
-    manner = Manner(job.in_backward, job.overlap, sharded=gpus > 1)
+    manner = Manner(job.in_backward, job.overlap, gpus > 1, job.accumulate_dtype)
     model = ModelBytes(int(rank.num_params), format.bytes_per_element(b), b)
     hidden = profile.backward_seconds if job.in_backward else profile.forward_seconds
     return requirements(model, profile, manner, hidden, rank.peaks.end_bytes + b * job.architecture.num_parameters())
@@ -269,7 +269,7 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     has_room = split is not None
     if split is None:
         split = Split(0, 0, need.num_params, 0.0) if need.gradients_leave else Split(0, need.num_params, 0, 0.0)
-    gradients = b * rank.num_params - need.sent_bytes(split.host)
+    gradients = need.gradient_bytes * rank.num_params - need.sent_bytes(split.host)
     if job.in_backward and rank.num_micro_batches == 1:
         gradients = 0.0
     peak = need.peak_bytes(split.host)

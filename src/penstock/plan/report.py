@@ -73,6 +73,7 @@ def job_of(recipe: Recipe, dtype_bytes: int = 2, *, gpu: bool = True) -> Job:
         dtype_bytes=dtype_bytes,
         checkpoints=(recipe.keep + 1 if recipe.save_every else 1) if recipe.keep else 0,
         compiled=recipe.compile and gpu and dtype_bytes == 2,
+        accumulate_dtype=recipe.accumulate_dtype,
     )
 
 

@@ -33,8 +33,8 @@ class Profile:
     backward_seconds: float = 0.0
     start_seconds: float = 0.0
     """Before the passes that were timed: compiling, mostly."""
-    accumulates: bool = False
-    """All gradients of one micro-batch are there while the next one runs."""
+    micro_batches: int = 1
+    """Of several, all gradients of one are there while the next one runs."""
     ranks_here: int = 1
     """Ranks that share the memory of this machine."""
 
@@ -48,11 +48,18 @@ class Manner:
     sharded: bool = False
     """By FSDP2, which keeps the gradients of a unit in one piece of memory, so that none makes room alone, and whose
     hooks run on a stream of its own, whose memory is not what activations leave."""
+    accumulate_dtype: str = "fp32"
+    """In which gradients of micro-batches add up."""
 
     @property
     def prefetches(self) -> bool:
         """Whether streamed state may come before its update."""
         return self.overlap and not self.in_backward and not self.sharded
+
+    def sum_bytes(self, weight_bytes: float, micro_batches: int) -> float:
+        """A parameter's share of gradients that are kept: of two micro-batches the first is kept as it came."""
+        in_fp32 = micro_batches > 2 and self.accumulate_dtype == "fp32"
+        return max(4.0, weight_bytes) if in_fp32 else weight_bytes
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,9 @@ class Requirements:
     state_bytes: float
     """A parameter."""
     weight_bytes: float
-    """A parameter; its gradient takes as much."""
+    """A parameter; its final gradient takes as much."""
+    gradient_bytes: float
+    """A parameter, the most that is kept of it: of several micro-batches their sum."""
     activation_bytes: float
     """The most that forward and backward take if no gradient is kept."""
     kept_bytes: float
@@ -115,9 +124,11 @@ def requirements(
     """What state, gradients and activations take, given what one micro-batch takes."""
     assert profile.activation_bytes is not None, "whoever does not know it assumes something"
     activations = profile.activation_bytes
-    with_gradients = activations + model.num_params * model.weight_bytes
+    gradient_bytes = manner.sum_bytes(model.weight_bytes, profile.micro_batches)
+    with_gradients = activations + model.num_params * gradient_bytes
     kept = with_gradients if profile.kept_bytes is None else profile.kept_bytes
-    if profile.accumulates:  # the next micro-batch runs beside all gradients of the one before
+    accumulates = profile.micro_batches > 1
+    if accumulates:  # the next micro-batch runs beside all gradients of the one before
         activations = kept = with_gradients
     elif manner.in_backward:
         kept = activations
@@ -125,9 +136,10 @@ def requirements(
         model.num_params,
         model.state_bytes,
         model.weight_bytes,
+        gradient_bytes,
         activation_bytes=activations,
         kept_bytes=kept,
-        gradients_leave=manner.prefetches and not profile.accumulates,
+        gradients_leave=manner.prefetches and not accumulates,
         hidden_seconds=hidden_seconds,
         end_bytes=end_bytes if manner.prefetches else None,
     )

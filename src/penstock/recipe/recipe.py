@@ -112,6 +112,9 @@ class Recipe:
     """Rows in a step."""
     micro_batch_size: int = 0
     """Rows that a GPU runs at once; their gradients are added up. 0: all that it has of a step."""
+    accumulate_dtype: Literal["bf16", "fp32"] = "fp32"
+    """Precision in which gradients of micro-batches add up; each sum is rounded once. With three or more, `fp32` takes
+    4 bytes of GPU memory a parameter and `bf16` takes 2, with an error that grows with their number."""
     epochs: float = 1.0
     """Passes over the data."""
     max_steps: int = 0

@@ -123,7 +123,7 @@ def _adamw(  # type: ignore[no-untyped-def]
             master = (((high - (low >> 15)) << 16) | low).to(tl.float32, bitcast=True)
         else:
             master = tl.load(weight + at, mask=inside, other=0.0)
-        master = master * tl.load(scalars + 8) - tl.load(scalars + 9) * tl.div_rn(m, denominator)
+        master = master - (tl.load(scalars + 8) * master + tl.load(scalars + 9) * tl.div_rn(m, denominator))
         if SPLIT:
             bits = master.to(tl.int32, bitcast=True)
             rounded = (bits >> 16) + ((bits >> 15) & 1)

@@ -40,7 +40,7 @@ typedef struct {
     float beta2, one_minus_beta2;
     float root_correction2; /* sqrt(1 - beta2^t) */
     float eps;
-    float decay;      /* 1 - lr * weight_decay */
+    float decay;      /* lr * weight_decay */
     float step_size;  /* lr / (1 - beta1^t) */
     float seed;       /* of the step, a whole number */
 } coefficients;
@@ -61,7 +61,7 @@ static inline float join(uint16_t weight, uint16_t remainder) {
         m = m * c.beta1 + g * c.one_minus_beta1;                                  \
         v = v * c.beta2 + (g * g) * c.one_minus_beta2;                            \
         float denominator = sqrtf(v) / c.root_correction2 + c.eps;                \
-        master = master * c.decay - c.step_size * (m / denominator);              \
+        master = master - (c.decay * master + c.step_size * (m / denominator));   \
     } while (0)
 
 /* How the formats round is said in moments.py; here is the same, in the same order. */

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,16 +33,18 @@ class Norm:
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Take the final gradient of one parameter, or of this rank's shard of it, which may be empty."""
-        if not self._spans[index]:
-            return
-        span_sums(gradient, self._sums[self._starts[index] : self._starts[index] + self._spans[index]])
+        self._add_to(self._sums, index, gradient)
 
-    def differs(self, index: int, gradient: Tensor) -> Tensor:
-        """Whether a gradient is no longer the one that was added. Only a step that will be applied matters."""
-        own = self._sums[self._starts[index] : self._starts[index] + self._spans[index]]
-        again = torch.empty_like(own)
-        span_sums(gradient, again)
-        return (own != again).any() & self._finite_here()
+    def _add_to(self, sums: Tensor, index: int, gradient: Tensor) -> None:
+        if self._spans[index]:
+            span_sums(gradient, sums[self._starts[index] : self._starts[index] + self._spans[index]])
+
+    def differ(self, gradients: Mapping[int, Tensor]) -> Tensor:
+        """Whether any of these is no longer the one that was added. Only a step that will be applied matters."""
+        again = self._sums.clone()
+        for index, gradient in gradients.items():
+            self._add_to(again, index, gradient)
+        return (again != self._sums).any() & self._finite_here()
 
     def finite_so_far(self) -> Tensor:
         """Whether everything added since `clear` is finite, on all ranks.

@@ -67,7 +67,7 @@ class Rule(Protocol):
     def saved_names(self) -> Mapping[str, str]:
         """Parts of its state by their names in a state dict: torch's own, where it has one."""
 
-    def scalars(self, num_groups: int, device: torch.device) -> Scalars:
+    def scalars(self, device: torch.device) -> Scalars:
         """As before the first step."""
 
     def update_(self, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> None:

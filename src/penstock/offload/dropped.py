@@ -1,0 +1,62 @@
+"""Optimizers that were dropped without `close`, as when a cell of a notebook runs again: a thread gives all back.
+
+Python drops objects at any instant, in the midst of whatever a thread is doing, so that a destructor must not wait:
+what it waits for may be held by the very call that it has interrupted. It leaves a note in a queue that is made for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch.utils.hooks import RemovableHandle
+
+from penstock.offload.housing import Housing
+
+
+@dataclass
+class _Note:
+    """What was dropped; nothing, from somebody who wants to know that all before it has been given back."""
+
+    housing: Housing | None = None
+    hooks: Sequence[RemovableHandle] = ()
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+_NOTES: queue.SimpleQueue[_Note] = queue.SimpleQueue()
+_HOOKS: list[RemovableHandle] = []
+_THREADS: list[threading.Thread] = []
+
+
+def _give_back() -> None:
+    while True:
+        note = _NOTES.get()
+        if note.housing is not None:
+            with contextlib.suppress(Exception):  # nobody would see it
+                note.housing.close()
+            _HOOKS.extend(note.hooks)
+        note.done.set()
+        del note
+
+
+def drop(housing: Housing, hooks: Sequence[RemovableHandle]) -> None:
+    """From a destructor: give this back, later. The hooks wait for updates that are still under way."""
+    _NOTES.put(_Note(housing, hooks))
+
+
+def wait_for_dropped() -> None:
+    """Before a new optimizer is made: the memory of those that were dropped is free, and their hooks are removed.
+
+    Not by the thread: the model might be running.
+    """
+    if not any(thread.is_alive() for thread in _THREADS):  # the first time, or in a child after a fork
+        _THREADS.append(threading.Thread(target=_give_back, name="penstock-dropped", daemon=True))
+        _THREADS[-1].start()
+    note = _Note()
+    _NOTES.put(note)
+    note.done.wait()
+    while _HOOKS:
+        _HOOKS.pop().remove()
