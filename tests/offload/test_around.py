@@ -13,6 +13,7 @@ from torch import nn
 
 from penstock.errors import RecipeError
 from penstock.offload.adamw import OffloadAdamW
+from penstock.offload.dropped import wait_for_dropped
 from penstock.offload.stream import StreamHome
 from penstock.update.host_threads import HostThreads
 from penstock.update.master import split
@@ -200,6 +201,17 @@ def test_a_second_thread_waits_for_the_update_too(homes, monkeypatch):
         first.join()
         optimizer.synchronize()
         assert torch.equal(early, model(x))
+
+
+@pytest.mark.parametrize("homes", HOMES, ids=str)
+def test_a_model_that_holds_its_optimizer_goes_with_it(homes):
+    model, optimizer, _ = run(homes=homes, chunk_size=100)
+    model.optimizer = optimizer
+    gone = weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.embed.weight)
+    del model, optimizer
+    gc.collect()
+    wait_for_dropped()
+    assert [reference() for reference in gone] == [None, None, None]
 
 
 def test_an_optimizer_may_be_dropped_in_the_midst_of_anothers_step():

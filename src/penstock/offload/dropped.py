@@ -2,6 +2,9 @@
 
 Python drops objects at any instant, in the midst of whatever a thread is doing, so that a destructor must not wait:
 what it waits for may be held by the very call that it has interrupted. It leaves a note in a queue that is made for it.
+
+A `__del__` was rejected: by then threads and weak references of what is dropped may be gone. So `weakref.finalize`
+keeps the homes alive, and nothing that leads back to the model, which may hold its optimizer.
 """
 
 from __future__ import annotations
@@ -9,19 +12,20 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch.utils.hooks import RemovableHandle
 
-from penstock.offload.housing import Housing
+from penstock.offload.homes import Home
 
 
 @dataclass
 class _Note:
     """What was dropped; nothing, from somebody who wants to know that all before it has been given back."""
 
-    housing: Housing | None = None
+    homes: Sequence[Home] = ()
     hooks: Sequence[RemovableHandle] = ()
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -34,17 +38,22 @@ _THREADS: list[threading.Thread] = []
 def _give_back() -> None:
     while True:
         note = _NOTES.get()
-        if note.housing is not None:
+        for home in note.homes:
             with contextlib.suppress(Exception):  # nobody would see it
-                note.housing.close()
-            _HOOKS.extend(note.hooks)
+                home.close()
+        _HOOKS.extend(note.hooks)
         note.done.set()
         del note
 
 
-def drop(housing: Housing, hooks: Sequence[RemovableHandle]) -> None:
-    """From a destructor: give this back, later. The hooks wait for updates that are still under way."""
-    _NOTES.put(_Note(housing, hooks))
+def when_dropped(optimizer: object, homes: Sequence[Home], hooks: Sequence[RemovableHandle]) -> Callable[[], object]:
+    """Have these given back once nobody has the optimizer any more. What is returned calls it off.
+
+    Until then the hooks wait for updates that are still under way.
+    """
+    finalizer = weakref.finalize(optimizer, lambda: _NOTES.put(_Note(homes, hooks)))
+    finalizer.atexit = False
+    return finalizer.detach
 
 
 def wait_for_dropped() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from penstock.flow.timeline import Timeline
 from penstock.flow.transfers import link_of
 from penstock.offload.behaviour import Behaviour, UpdateTime, update_time
-from penstock.offload.dropped import drop, wait_for_dropped
+from penstock.offload.dropped import wait_for_dropped, when_dropped
 from penstock.offload.dtensors import check_blocks, group_of, local
 from penstock.offload.homes import Coefficients, Update
 from penstock.offload.housing import Housing
@@ -114,6 +114,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.report: StepReport | None = None
         self._hooks = attach(self._trained, self._streams, self._gradient_came)
         self._hooks += attach_to_files(model, self._parameters, self.synchronize, self.weights_were_set)
+        self._is_closed = when_dropped(self, [home for home, _ in self._housing.homes], self._hooks)
         claim(self._parameters, self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -383,6 +384,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         try:
             self.synchronize()
         finally:  # an error there is the caller's, but nothing is held back because of it
+            self._is_closed()
             self._prefetcher = None
             for unit in self._units:
                 unit.updates = Updates()
@@ -390,8 +392,3 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 hook.remove()
             self._housing.close()
             let_go(self._parameters)
-
-    def __del__(self) -> None:
-        """Dropped without `close`: nothing is left behind."""
-        if hasattr(self, "_hooks") and self._housing.homes:
-            drop(self._housing, self._hooks)
