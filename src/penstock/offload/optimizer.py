@@ -87,6 +87,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._group_of = [i for i, g in enumerate(self.param_groups) for p in g["params"] if p.requires_grad]
         self._trained = find_trained(model, self.param_groups, units)
         self._parameters, self._units = self._trained.parameters, self._trained.units
+        self._unit_of = self._trained.deadlines()
         check_parameters(self._parameters, self._trained.device)
         self.format = format_named(behaviour.states, rule.formats)
         check_blocks(self._parameters, self.format)
@@ -139,8 +140,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return Step(late=self._trained.replicated)
 
     @torch.no_grad()
-    def _gradient_came(self, index: int, unit: TrainedUnit) -> None:
+    def _gradient_came(self, index: int) -> None:
         self._step = step = self._step or self._begin()
+        unit = self._units[self._unit_of[index]]
         final = step.came(index) >= self._micro_batches and not self._hold_updates
         if step.late:
             return

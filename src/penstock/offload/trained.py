@@ -165,10 +165,11 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def attach(
-    trained: Trained, streams: Streams, gradient_came: Callable[[int, TrainedUnit], None]
-) -> list[RemovableHandle]:
-    """Hooks: a unit's forward waits for its update, and `gradient_came` is told of every gradient, by its number."""
+def attach(trained: Trained, streams: Streams, gradient_came: Callable[[int], None]) -> list[RemovableHandle]:
+    """Hooks: a unit's forward waits for its update, and `gradient_came` is told of every gradient, by its number.
+
+    No hook of a parameter may lead to the model: torch holds it where Python does not look for cycles.
+    """
     hooks: list[RemovableHandle] = []
     came = weakly(gradient_came)
     for unit in trained.units:
@@ -176,7 +177,7 @@ def attach(
         # First of the module's hooks: FSDP2 gathers the weights in one of its own, and would gather the old ones.
         hooks.append(unit.module.register_forward_pre_hook(wait, prepend=True))
         for index in unit.parameters:
-            told = Hook(None, functools.partial(came, index, unit))
+            told = Hook(None, functools.partial(came, index))
             hooks.append(trained.parameters[index].register_post_accumulate_grad_hook(told))
     return hooks
 
