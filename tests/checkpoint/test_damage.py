@@ -4,9 +4,12 @@ import json
 import os
 import pickle
 import shutil
+from dataclasses import asdict
 
 import pytest
+import torch
 from fault_runs import checkpoints, digests, rows
+from safetensors.torch import load_file, save_file
 
 from penstock.checkpoint.run_dir import run_recipe
 from penstock.checkpoint.store import _sealed
@@ -317,3 +320,21 @@ def test_a_run_that_had_ended_keeps_its_facts_when_it_is_resumed(server, run):
     assert server.train(run, *STEPS, "--resume").code == 0
     assert sorted(path.name for path in (run / "facts").iterdir()) == before
     assert "timeline.json" in before
+
+
+def test_a_checkpoint_of_the_first_format_is_taken_up(server, run, ended_run):
+    """It had the powers of the betas too, which are computed now."""
+    older, newest = checkpoints(run)
+    shutil.rmtree(newest)
+    state = older / "state-00001.safetensors"
+    tensors = load_file(state)
+    save_file({**tensors, "powers": torch.full((2, 2), 0.5, dtype=torch.float64)}, state)
+    values = json.loads((older / "manifest.json").read_text())
+    values["files"][state.name] = asdict(digest_file(state))
+    del values["checksum"]
+    (older / "manifest.json").write_text(json.dumps(_sealed({**values, "format": 1})))
+    ended = server.train(run, *STEPS, "--resume")
+    assert ended.code == 0, ended.text
+    assert "this checkpoint is of an earlier version" in ended.text
+    assert digests(checkpoints(run)[-1]) == digests(checkpoints(ended_run)[-1])
+    assert json.loads((checkpoints(run)[-1] / "manifest.json").read_text())["format"] == 2

@@ -187,6 +187,50 @@ def test_fp32_weights_keep_their_precision_in_the_master():
     assert all(torch.equal(p, m) for p, m in zip(trained, masters, strict=True))
 
 
+def test_betas_that_a_schedule_changes_count_as_in_torch():
+    """OneCycleLR moves them in every step: the correction is by the beta of the step, to the power of their number."""
+    data, results = batches(20), []
+    for make in (
+        lambda model: OffloadAdamW(model, lr=3e-3, weight_decay=0.0, max_grad_norm=1e30),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0),
+    ):
+        model = Net(torch.float32)
+        optimizer = make(model)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=20)
+        for ids in data:
+            loss_of(model, ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if schedule.last_epoch < 19:
+                schedule.step()
+        model.state_dict()
+        results.append(model)
+    for p, q in zip(*(model.parameters() for model in results), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_a_resumed_schedule_of_betas_ends_with_the_same_bits():
+    def train(resumed):
+        model = Net(torch.float32)
+        optimizer = OffloadAdamW(model, lr=3e-3)
+        for step, ids in enumerate(batches(8)):
+            for group in optimizer.param_groups:
+                group["betas"] = (0.95 - step / 50, 0.999 - step / 1000)
+            if step == 4 and resumed:
+                saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+                optimizer.close()
+                model = Net(torch.float32, seed=3)
+                model.load_state_dict(weights)
+                optimizer = OffloadAdamW(model, lr=1e-5)
+                optimizer.load_state_dict(saved)
+            loss_of(model, ids).backward()
+            optimizer.step()
+        optimizer.synchronize()
+        return model, optimizer, []
+
+    assert_same(train(False), train(True))
+
+
 def test_parameter_groups_and_schedulers_reach_the_update():
     data = batches(5)
     model, twin = Net(torch.float32), Net(torch.float32)

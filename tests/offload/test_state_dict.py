@@ -8,6 +8,7 @@ from small_net import offload
 from torch import nn
 
 from penstock.errors import RecipeError
+from penstock.offload.adamw import OffloadAdamW
 from penstock.plan.layout import FORMATS
 from penstock.update.formats import torch_dtype
 
@@ -60,4 +61,111 @@ def test_another_format_is_refused_before_anything_changes(kept, saved):
     after = optimizer.state_dict()
     assert torch.equal(before["steps"], after["steps"])
     for a, b in zip(before["state"].values(), after["state"].values(), strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def pair(dtype, steps=5, groups=False):
+    """A model, and the same gradients for any optimizer of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.GELU(), nn.Linear(30, 1)).to(dtype)
+    data = [torch.randn(8, 40).to(dtype) for _ in range(steps)]
+    params = [{"params": [p], "lr": 1e-3 * (i + 1)} for i, p in enumerate(model.parameters())]
+    return model, data, params if groups else None
+
+
+def go(model, optimizer, data):
+    for x in data:
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+SETTINGS = {"lr": 1e-3, "weight_decay": 0.01}
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_run_goes_from_torch_to_ours_and_back(groups):
+    """In fp32 nobody can tell but by rounding."""
+    model, data, params = pair(torch.float32, 12, groups)
+    torchs = torch.optim.AdamW(params or model.parameters(), **SETTINGS)
+    go(model, torchs, data[:4])
+    ours = OffloadAdamW(model, max_grad_norm=1e30, params=params, **SETTINGS)
+    ours.load_state_dict(torchs.state_dict())
+    assert [group["lr"] for group in ours.param_groups] == [group["lr"] for group in torchs.param_groups]
+    go(model, ours, data[4:8])
+    again = torch.optim.AdamW(params or model.parameters(), lr=0.5)
+    again.load_state_dict(ours.state_dict())
+    ours.close()
+    go(model, again, data[8:])
+    assert {int(state["step"]) for state in again.state.values()} == {12}
+
+    alone, data, params = pair(torch.float32, 12, groups)
+    go(alone, torch.optim.AdamW(params or alone.parameters(), **SETTINGS), data)
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_moments_of_torch_in_bf16_are_taken_and_weights_are_the_masters():
+    model, data, _ = pair(torch.bfloat16)
+    torchs = torch.optim.AdamW(model.parameters(), **SETTINGS)
+    go(model, torchs, data)
+    optimizer = OffloadAdamW(model)
+    optimizer.load_state_dict(torchs.state_dict())
+    for p, entry in zip(model.parameters(), optimizer.state_dict()["state"].values(), strict=True):
+        assert torch.equal(entry["exp_avg"], torchs.state[p]["exp_avg"].float())
+        assert torch.equal(entry["master"], p.float())
+    assert int(optimizer.scalar_state()["steps"]) == 5
+
+
+def test_a_parameter_without_gradients_has_no_moments_in_torch():
+    model, data, _ = pair(torch.float32)
+    model.extra = nn.Linear(3, 3)
+    torchs = torch.optim.AdamW(model.parameters(), **SETTINGS)
+    model[0].weight.requires_grad_(False)  # numbered there, and not trained
+    go(nn.Sequential(*list(model)[:3]), torchs, data)
+    optimizer = OffloadAdamW(model, params=[{"params": list(model.parameters())}])
+    optimizer.load_state_dict(torchs.state_dict())
+    saved = optimizer.state_dict()["state"]
+    assert list(saved) == [1, 2, 3, 4, 5]
+    assert not saved[4]["exp_avg"].any()
+    assert saved[1]["exp_avg"].any()
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda saved: saved["param_groups"][0].update(amsgrad=True), "an optimizer with amsgrad"),
+    (lambda saved: saved["param_groups"][0].update(decoupled_weight_decay=False), "as in Adam"),
+    (lambda saved: saved["state"][0].update(step=torch.tensor(3.0)), "have made 3 to 5 steps"),
+    (lambda saved: saved["param_groups"].append(saved["param_groups"][0]), "other parameters"),
+    (lambda saved: saved["param_groups"][0]["params"].pop(), "other parameters"),
+    (lambda saved: saved["state"].update({9: saved["state"][0]}), "other parameters"),
+    (lambda saved: saved["state"][0].update(exp_avg=torch.zeros(2)), "other parameters"),
+])  # fmt: skip
+def test_a_state_of_torch_that_cannot_be_taken_is_refused(change, said):
+    model, data, _ = pair(torch.float32)
+    torchs = torch.optim.AdamW(model.parameters(), **SETTINGS)
+    go(model, torchs, data)
+    saved = copy.deepcopy(torchs.state_dict())
+    change(saved)
+    with pytest.raises(RecipeError, match=said):
+        OffloadAdamW(model).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("states", ["bf16", "int8"])
+def test_a_state_of_torch_is_exact(states):
+    model, data, _ = pair(torch.float32)
+    torchs = torch.optim.AdamW(model.parameters(), **SETTINGS)
+    go(model, torchs, data)
+    with pytest.raises(RecipeError, match="the saved state is fp32"):
+        OffloadAdamW(model, states=states).load_state_dict(torchs.state_dict())
+
+
+@pytest.mark.parametrize("states", FORMATS)
+def test_state_in_the_form_of_before_is_read(states):
+    _, optimizer = train(states)
+    saved = optimizer.state_dict()
+    entries = [{k.removesuffix("_codes"): v for k, v in e.items() if k != "step"} for e in saved["state"].values()]
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]]
+    _, other = train(states, steps=1)
+    other.load_state_dict({**saved, "state": entries, "param_groups": groups, "powers": torch.ones(1, 2)})
+    for a, b in zip(saved["state"].values(), other.state_dict()["state"].values(), strict=True):
         assert all(torch.equal(a[name], b[name]) for name in a)

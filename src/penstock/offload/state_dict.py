@@ -169,8 +169,9 @@ def _from_torch(
 
 def _check_entries(entries: Sequence[Entry], parameters: Sequence[Tensor], states: StateFormat, rule: Rule) -> None:
     """Refuse state of other shapes or of another format."""
-    if entries and [entry["master"].shape for entry in entries] != [local(p).shape for p in parameters]:
-        raise _other_parameters()
+    for p, entry in zip(parameters, entries, strict=False):
+        if {t.shape for name, t in entry.items() if name != "step" and not name.endswith("scale")} != {local(p).shape}:
+            raise _other_parameters()
     first = states.moments[0].name
     dtypes = {torch_dtype(f.moments[0]): f.name for f in rule.formats.values()}
     for entry in entries:
