@@ -138,6 +138,13 @@ def test_a_step_that_is_not_finite_is_skipped_whole(found):
     assert run["after"][0][0] < 6
 
 
+def test_what_fails_at_the_end_costs_nothing_that_was_trained(found):
+    run = found["broken_end"]
+    assert run["same"]
+    assert run["finite"]
+    assert [line.split("(")[1].split(":")[0] for line in run["said"]] == ["TimeoutError", "AttributeError"]
+
+
 def weights(run):
     return load_file(run / "model" / "model.safetensors")
 

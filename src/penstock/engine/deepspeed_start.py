@@ -44,6 +44,8 @@ def check_deepspeed(recipe: Recipe, device: torch.device, world: World, *, resum
     remedy = "--engine penstock saves; so does --mode zerooffload without --param-offload nvme."
     if resume:
         raise RecipeError(what, where="--resume", remedy=f"Leave --resume out. {remedy}")
+    if recipe.save_every:
+        raise RecipeError(what, where="save_every", remedy=f"Leave --save-every out. {remedy}")
     return f"{what}. {remedy}"
 
 

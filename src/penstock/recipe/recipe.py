@@ -45,7 +45,7 @@ class Recipe:
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Working precision of weights and arithmetic; masters are fp32 anyway. `auto`: fp32 on a CPU without bf16."""
     bind_cores: bool = True
-    """Keep each of several ranks to its share of the cores near its GPU. --no-bind-cores lets them run anywhere."""
+    """Keep to the cores near the GPU, of several ranks each to its share. --no-bind-cores lets them run anywhere."""
     reduce_dtype: Literal["bf16", "fp32"] = "bf16"
     """Precision in which several ranks add up their gradients. Those of fp32 weights are added in fp32 anyway."""
     attention: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"] = "auto"
@@ -246,7 +246,8 @@ def _deepspeed_rules(r: Recipe) -> list[tuple[bool, str, str, str]]:
     only = [
         name for name in ("param_offload", "nvme_path", "deepspeed_config") if getattr(r, name) not in ("none", None)
     ]
-    not_saved = theirs and (r.mode == "superoffload" or r.param_offload == "nvme")
+    # A JSON of one's own may decide both; it is read later (`deepspeed_start.check_deepspeed`).
+    not_saved = theirs and not r.deepspeed_config and (r.mode == "superoffload" or r.param_offload == "nvme")
     use_ours = "Leave it out, or use --engine penstock."
     return [
         *((not ours, name, "only the engine deepspeed knows it", "Add --engine deepspeed.") for name in only),
