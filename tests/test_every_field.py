@@ -123,7 +123,7 @@ ELSEWHERE = {
     "bucket_size": "tests/engine/test_deepspeed_config.py",
     "param_offload": "tests/engine/test_deepspeed_config.py",
     "nvme_path": "tests/engine/test_deepspeed_config.py",
-    "bind_cores": "tests/test_launch.py",
+    "bind_cores": "tests/machine/test_launch.py",
     "deepspeed_config": "tests/engine/test_deepspeed_config.py",
 }
 

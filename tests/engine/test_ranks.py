@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from penstock.engine.ranks import ALONE, World, find_world, first_machine
+from penstock.engine import ranks as ranks_module
+from penstock.engine.ranks import ALONE, World, bind, find_world, first_machine
 from penstock.errors import RecipeError
 from penstock.machine.launch import check_batch
 
@@ -72,6 +73,21 @@ def test_one_rank_has_no_process_group_and_no_dtensor(ranks):
     (alone,) = ranks("agreement", 1)
     assert not alone["groups"]
     assert sorted(alone["before"]) == alone["cores"]
+
+
+def test_a_process_alone_keeps_to_the_cores_near_its_gpu(monkeypatch):
+    bound, threads = [], torch.get_num_threads()
+    monkeypatch.setattr(ranks_module, "near_cores", lambda device: [4, 5])
+    monkeypatch.setattr(ranks_module, "usable_cores", lambda: [0, 1, 4, 5])
+    monkeypatch.setattr(ranks_module.os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
+    try:
+        bind(ALONE, torch.device("cuda"))
+        assert (bound, torch.get_num_threads()) == ([[4, 5]], 2)
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setattr(ranks_module, "near_cores", lambda device: [0, 1, 4, 5])
+    assert bind(ALONE, torch.device("cpu")) == [0, 1, 4, 5]
+    assert len(bound) == 1, "nothing to bind where all cores are near"
 
 
 @pytest.mark.parametrize(
