@@ -107,7 +107,7 @@ class PlanArgs(RecipeArgs):
     gpus: int = 1
     """GPUs that share the model."""
     host_memory: str = ""
-    """Host memory of the machine, such as 480GiB; on a superchip, that of one."""
+    """Host memory, such as 480GiB: of the machine, whose GPUs share it; on a superchip, of one (gb200: of its two)."""
     gpu_memory: str = ""
     """Memory of one GPU, such as 80GiB."""
     link: str = ""
