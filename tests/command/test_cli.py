@@ -201,8 +201,12 @@ def test_the_demo_from_training_to_an_answer(tmp_path):
     assert summary["loss_last"] < summary["loss_first"] / 2
     rows = [json.loads(line) for line in (tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, summary["steps"] + 1))
-    keys = {"step", "loss", "lr", "grad_norm", "tokens", "trained_tokens", "step_seconds"}
+    rates = {"tokens_per_s", "model_tflops", "reference_tflops"}
+    keys = {"step", "loss", "lr", "grad_norm", "tokens", "trained_tokens", "step_seconds"} | rates
     assert all(keys <= set(row) for row in rows)
+    for name in rates:
+        mean = sum(row[name] * row["step_seconds"] for row in rows) / summary["seconds"]
+        assert summary[name] == pytest.approx(mean, rel=1e-6)
     assert summary["tokens"] == sum(row["tokens"] for row in rows)
     answered_by_transformers_alone(tmp_path / summary["model_dir"])
 
