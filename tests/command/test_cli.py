@@ -1,6 +1,7 @@
 """The command as a user types it."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -315,3 +316,19 @@ def test_our_warnings_are_shown_and_those_of_libraries_are_not():
 def test_help_shows_where_a_recipe_goes(capsys):
     assert main(["train", "--help"]) == 0
     assert "usage: penstock train [RECIPE]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("flags", "level"), [([], logging.ERROR), (["--log-level", "info"], logging.INFO)])
+def test_libraries_say_as_much_as_they_are_asked_to(flags, level, tmp_path, capsys, monkeypatch):
+    from transformers.utils import logging as transformers_logging
+
+    monkeypatch.chdir(tmp_path)
+    ours, before = logging.getLogger("penstock"), transformers_logging.get_verbosity()
+    try:
+        assert main(["train", "demo", "--dry-run", *flags]) == 0
+        assert transformers_logging.get_verbosity() == level
+        assert ours.getEffectiveLevel() == (level if flags else logging.WARNING)
+    finally:
+        ours.setLevel(logging.NOTSET)
+        transformers_logging.set_verbosity(before)
+    assert main(["train", "demo", "--dry-run", "--log-level", "loud"]) == 2

@@ -45,6 +45,7 @@ SCENARIOS = {
     "own_json": {"own": WHOLE},
     "own_json_recomputed": {"own": WHOLE, "recompute": "full", "bucket_size": 1000},
     "params_on_host": {"param_offload": "cpu", "own": WHOLE},
+    "leaves": {"leaf_module": "LlamaMLP", "own": WHOLE},
     "gpt_oss": {"preset": "gpt-oss-20b", "own": WHOLE},
     "qwen3_moe": {"preset": "qwen3-30b-a3b", "own": WHOLE},
 }
@@ -107,7 +108,12 @@ def one_batch(rows):
 def build(kind, recipe):
     world = (find_world(),)
     if kind is NativeEngine:
-        recipe, world = dataclasses.replace(recipe, engine="penstock", deepspeed_config=None, param_offload="none"), ()
+        recipe, world = (
+            dataclasses.replace(
+                recipe, engine="penstock", deepspeed_config=None, param_offload="none", leaf_module=None
+            ),
+            (),
+        )
     model = load_model(recipe, load_config(recipe), torch.device("cpu"), lambda _: None)
     return kind(model, recipe, lambda _: None, *world)
 
@@ -136,6 +142,7 @@ def compare(changes, directory):
         one_by_one = dataclasses.replace(recipe, micro_batch_size=1)
         found[f"{name}_eval"] = engine.evaluate(rows_of(rank, ranks, one_by_one, 3))
         found[f"{name}_state"] = [dataclasses.asdict(unit) for unit in engine.placement()]
+        found[f"{name}_leaves"] = [type(m).__name__ for m in engine.model.modules() if getattr(m, "_z3_leaf", False)]
         found[f"{name}_memory"] = [dataclasses.asdict(use) for use in engine.memory()]
         engine.release()
         found[f"{name}_weights"] = [p.detach().float() for p in engine.model.parameters()]

@@ -4,7 +4,9 @@ import dataclasses
 import json
 
 import pytest
+from torch import nn
 
+from penstock.engine.deepspeed import leaf_classes
 from penstock.engine.deepspeed_config import deepspeed_json, settled
 from penstock.engine.ranks import World
 from penstock.errors import RecipeError
@@ -197,6 +199,7 @@ def test_a_file_that_is_not_there():
     [
         ({"engine": "penstock", "deepspeed_config": "a.json"}, "only the engine deepspeed knows it"),
         ({"engine": "penstock", "param_offload": "cpu"}, "only the engine deepspeed knows it"),
+        ({"engine": "penstock", "leaf_module": "LlamaMLP"}, "only the engine deepspeed knows it"),
         ({"param_offload": "nvme"}, "goes with param_offload = nvme"),
         ({"nvme_path": "/disk"}, "goes with param_offload = nvme"),
         ({"offload_ratio": 1.5}, "between 0 and 1"),
@@ -211,6 +214,19 @@ def test_a_file_that_is_not_there():
 def test_recipes_that_this_engine_cannot_run(changes, message):
     with pytest.raises(RecipeError, match=message):
         dataclasses.replace(THEIRS, **changes)
+
+
+def test_leaf_classes_are_those_that_are_known_and_those_that_are_named():
+    class GptOssExperts(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(2, 2), GptOssExperts(2, 2))
+    assert leaf_classes(model, THEIRS) == [GptOssExperts]
+    assert leaf_classes(model, dataclasses.replace(THEIRS, leaf_module="Linear, Sequential")) == [
+        GptOssExperts, nn.Linear, nn.Sequential
+    ]  # fmt: skip
+    with pytest.raises(RecipeError, match=r"no module of the class 'Linaer'(.|\n)*Did you mean 'Linear'"):
+        leaf_classes(model, dataclasses.replace(THEIRS, leaf_module="Linaer"))
 
 
 def test_zerooffload_saves():

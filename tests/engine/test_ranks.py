@@ -16,10 +16,11 @@ def test_without_a_starter_a_process_is_alone():
     assert not torch.distributed.is_initialized()
 
 
-def test_torchrun_and_slurm_say_which_rank_it_is():
+def test_launchers_say_which_rank_it_is():
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     slurm = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
-    assert find_world(torchrun) == World(5, 8, 1, 4)
+    deepspeed = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1"}
+    assert find_world(torchrun) == find_world(deepspeed) == World(5, 8, 1, 4)
     for tasks in ("4", "4(x2)"):
         assert find_world({**slurm, "SLURM_STEP_TASKS_PER_NODE": tasks}) == World(5, 8, 1, 4)
 

@@ -7,7 +7,8 @@ hand would say every name, type and default twice. Nothing heavy is imported, so
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
@@ -45,6 +46,9 @@ class TrainArgs(RecipeArgs):
     """Go on also if recipe or data are not those of the checkpoint."""
     quiet: Flag = False
     """Print nothing but the result and errors."""
+    log_level: Literal["debug", "info", "warning", "error"] | None = None
+    """How much transformers, the Hub's library and DeepSpeed say, on standard error. Without it: errors, and warnings
+    of DeepSpeed. `info` shows DeepSpeed's timers (wall_clock_breakdown)."""
     gpus: int = 1
     """GPUs of this machine, one process each; on a machine without any, processes on its CPU."""
     nodes: int = 1
@@ -214,6 +218,12 @@ def with_value(words: list[str], flag: str, value: str) -> list[str]:
     for word, following in zip(words, [*words[1:], "--"], strict=True):
         filled += [word, value] if word == flag and following.startswith("-") else [word]
     return filled
+
+
+def without_local_rank(words: list[str], environment: Mapping[str, str]) -> list[str]:
+    """The words without the --local_rank that some launchers put before all others; it is in the environment too."""
+    named = ("--local_rank=", "--local-rank=")
+    return [word for word in words if not ("LOCAL_RANK" in environment and word.startswith(named))]
 
 
 def read_choices(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from penstock.engine.deepspeed_start import can_save, start_deepspeed
 from penstock.engine.native import decay_groups, mean_loss, measure_memory, module_names
 from penstock.engine.packed import PackedModel
 from penstock.engine.ranks import ALONE, World
-from penstock.errors import Diverged
+from penstock.errors import Diverged, RecipeError, did_you_mean
 from penstock.flow.timeline import Span, Timeline
 from penstock.machine.hardware import pick_device
 from penstock.model.attention import Segments
@@ -78,8 +78,8 @@ class DeepSpeedEngine:
         self._units = [(names[u.module], [by_parameter[p] for p in u.parameters]) for u in packed.decoder.units]
         # Before weights are cut, since they lose the number of dimensions that tells which decay.
         groups = [group for group in decay_groups(model, recipe.weight_decay) if group["params"]]
-        if leaves := {type(module) for module in model.modules() if type(module).__name__ in LEAF_MODULES}:
-            deepspeed.utils.set_z3_leaf_modules(model, list(leaves))
+        if leaves := leaf_classes(model, recipe):
+            deepspeed.utils.set_z3_leaf_modules(model, leaves)
         dtype = torch.bfloat16 if recipe.dtype == "bf16" else torch.float32
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -312,6 +312,16 @@ class DeepSpeedEngine:
         except Exception as error:  # whatever it is, the model is worth more
             what = f"DeepSpeed did not end cleanly ({type(error).__name__}: {error})"
             self._say(f"WARNING: {what}. The trained weights are whole and are written next.")
+
+
+def leaf_classes(model: nn.Module, recipe: Recipe) -> list[type[nn.Module]]:
+    """The classes of the model that ZeRO-3 must gather as one: those that are known, and those of the recipe."""
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    for name in recipe.leaf_list:
+        if name not in classes:
+            what = f"the model has no module of the class {name!r}"
+            raise RecipeError(what, where=f"leaf_module = {recipe.leaf_module!r}", remedy=did_you_mean(name, classes))
+    return [classes[name] for name in dict.fromkeys([*LEAF_MODULES, *recipe.leaf_list]) if name in classes]
 
 
 def _remote(recipe: Recipe) -> dict[str, Any]:

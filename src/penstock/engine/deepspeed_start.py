@@ -58,7 +58,7 @@ def start_deepspeed(device: torch.device, world: World) -> Any:
     with redirect_stdout(sys.stderr):  # standard output is for one JSON object, and DeepSpeed tells it what it builds
         import deepspeed
 
-        deepspeed.utils.logger.setLevel(logging.WARNING)
+        deepspeed.utils.logger.setLevel(logging.getLogger("penstock").getEffectiveLevel())  # --log-level, or warnings
         for handler in deepspeed.utils.logger.handlers:
             handler.setStream(sys.stderr)
         if (found := deepspeed.accelerator.get_accelerator().device_name()) != device.type:

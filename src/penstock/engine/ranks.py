@@ -1,9 +1,9 @@
 """The processes of one run: who this one is, how they find each other, and what they must agree on.
 
 A run with one process has no process group at all; everything here is then what it looks like. With more, whoever
-started them says so in the environment: our own launcher (`launch.py`) and torchrun in torch's variables, srun in its
-own. Tensors on GPUs go through NCCL; a second group on the host (gloo) carries what the hosts must agree on without
-waiting for their GPUs, and checkpoints.
+started them says so in the environment: our own launcher (`launch.py`), torchrun and DeepSpeed's launcher in torch's
+variables, srun in its own. Tensors on GPUs go through NCCL; a second group on the host (gloo) carries what the hosts
+must agree on without waiting for their GPUs, and checkpoints.
 """
 
 from __future__ import annotations
@@ -114,16 +114,17 @@ ALONE = World()
 
 
 def find_world(environment: Mapping[str, str] = os.environ) -> World:
-    """What the environment says: torch's variables (our launcher, torchrun), or those of a SLURM step."""
+    """What the environment says: torch's variables (our launcher, torchrun, deepspeed), or those of a SLURM step."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+        local_size = "LOCAL_SIZE" if "LOCAL_SIZE" in environment else "LOCAL_WORLD_SIZE"  # DeepSpeed's own word
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", local_size]
     elif _number(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # set by srun: a batch script alone is no step
         names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
     else:
         return ALONE
     missing = [name for name in names if name not in environment]
     if missing:
-        remedy = "Start it with torchrun, srun, or penstock train --gpus N."
+        remedy = "Start it with torchrun, deepspeed, srun, or penstock train --gpus N."
         raise RecipeError(f"{names[0]} is set and {missing[0]} is not", where="environment", remedy=remedy)
     return World(*(_number(environment[name]) for name in names))
 
