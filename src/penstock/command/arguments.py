@@ -145,9 +145,14 @@ class ExportArgs:
     """Write the model of a run as a Hugging Face directory, and check that it loads and answers the same."""
 
     run: RunName
-    """Directory of the run. If the run did not end, the model is that of its newest checkpoint."""
+    """Directory of the run. If the run did not end, the model is that of its newest checkpoint. Or a checkpoint that
+    DeepSpeed itself has written, with --model."""
     to: str = ""
     """Directory to write."""
+    model: str = ""
+    """Of a checkpoint of DeepSpeed's: Hub name or directory of the model that was trained. fp32 is written."""
+    trust_pickle: Flag = False
+    """Read a checkpoint of DeepSpeed's although it is a pickle, which can run any code."""
     verify: Flag = False
     """Compare every byte of every checkpoint of the run with its checksum."""
     shard_size: str = "5GB"

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import tyro
 
@@ -271,6 +271,7 @@ def export(words: list[str]) -> int:
         remedy = "Name a directory with --to, or check checkpoints with --verify."
         raise RecipeError("nothing to do", where="export", remedy=remedy)
     from penstock.checkpoint.export import export_run, verify_run
+    from penstock.checkpoint.from_deepspeed import export_deepspeed, is_deepspeed
     from penstock.report.console import Console
 
     console = Console(json=args.json)
@@ -280,7 +281,11 @@ def export(words: list[str]) -> int:
         result["verified"] = [{"path": str(found.path), "step": found.step} for found in verified]
         console.say(f"Every byte is as it was written: {counted(len(verified), 'checkpoint')}")
     if args.to:
-        export_run(Path(args.run), Path(args.to), file_size=args.shard_size, say=console.say)
+        how: dict[str, Any] = {"file_size": args.shard_size, "say": console.say}
+        if args.model or args.trust_pickle or is_deepspeed(Path(args.run)):
+            export_deepspeed(Path(args.run), Path(args.to), args.model, trust_pickle=args.trust_pickle, **how)
+        else:
+            export_run(Path(args.run), Path(args.to), **how)
         result["model_dir"] = args.to
         console.say(f"Written and checked: {args.to}")
     if args.json:
