@@ -135,6 +135,23 @@ def test_a_section_with_a_device_is_whole_and_one_without_is_not(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("section", "ratio", "cores"),
+    [
+        ({"ratio": 0.5}, 0.5, 0.9),
+        ({"device": "cpu", "ratio": 0.5, "cpuadam_cores_perc": 0.25}, 0.5, 0.25),
+        ({"device": "cpu"}, 1.0, 0.9),
+        ({"device": "cpu", "ratio": "auto"}, 0.3, 0.9),
+        ({"pin_memory": False}, 0.3, 0.9),
+    ],
+)
+def test_the_recipe_has_the_shares_that_the_file_has(tmp_path, section, ratio, cores):
+    found = settled(own(tmp_path, offload(**section), offload_ratio=0.3))
+    assert (found.offload_ratio, found.cpu_adam_cores) == (ratio, cores)
+    made = deepspeed_json(found, World())["zero_optimization"]["offload_optimizer"]
+    assert made.get("ratio", 1.0) == ratio
+
+
 @pytest.mark.parametrize(("enabled", "dtype"), [(True, "bf16"), (False, "fp32"), ("auto", "auto")])
 def test_the_file_decides_the_precision_that_the_recipe_leaves_open(tmp_path, enabled, dtype):
     recipe = own(tmp_path, {"bf16": {"enabled": enabled}}, dtype="auto")
@@ -176,6 +193,8 @@ def test_ones_own_values_replace_generated_ones_and_the_rest_stays(tmp_path):
         ({"zero_optimization": {"stage": 2}}, "stage is not 3"),
         ({"zero_optimization": 3}, "zero_optimization must be a section"),
         (offload(device="nvme"), "offload_optimizer.device is 'nvme'(.|\n)*on the host"),
+        (offload(ratio=1.5), "offload_ratio = 1.5: must be between 0 and 1"),
+        (offload(ratio="all"), "offload_optimizer.ratio is 'all'"),
         (offload(super_offload="yes"), "super_offload is 'yes'"),
         ({"zero_optimization": {"offload_optimizer": True}}, "offload_optimizer must be a section"),
         ({"zero_optimization": {"offload_param": {"device": "disk"}}}, "'disk' is not none, cpu or nvme"),

@@ -53,7 +53,9 @@ def settled(recipe: Recipe) -> Recipe:
     bf16 = _section(own, "bf16", where).get("enabled", "auto")
     if recipe.dtype == "auto" and isinstance(bf16, bool):
         changes["dtype"] = "bf16" if bf16 else "fp32"
-    mode = _mode_in(_section(zero, "offload_optimizer", where), where) or recipe.mode
+    offload = _section(zero, "offload_optimizer", where)
+    changes |= _shares_in(offload, where)
+    mode = _mode_in(offload, where) or recipe.mode
     if mode == "superoffload" and recipe.mode == "zerooffload":
         what = "super_offload is true in the file, and the recipe's mode is zerooffload"
         raise RecipeError(what, where=where, remedy="Leave --mode out, or remove super_offload from the file.")
@@ -67,6 +69,22 @@ def settled(recipe: Recipe) -> Recipe:
         raise RecipeError(what, where=where, remedy="Say it in one of the two.")
     path = place.get("nvme_path", recipe.nvme_path) if weights == "nvme" else None
     return replace(recipe, mode=mode, param_offload=weights, nvme_path=path, **changes)
+
+
+def _shares_in(offload: Mapping[str, Any], where: str) -> dict[str, float]:
+    """Shares that the section `offload_optimizer` of a file has, under the recipe's names for them."""
+    found: dict[str, float] = {"offload_ratio": 1.0} if "device" in offload else {}
+    for key, field in (("ratio", "offload_ratio"), ("cpuadam_cores_perc", "cpu_adam_cores")):
+        share = offload.get(key, "auto")
+        if share == "auto":
+            if key in offload:
+                found.pop(field, None)
+        elif isinstance(share, bool) or not isinstance(share, int | float):
+            what = f"offload_optimizer.{key} is {share!r}"
+            raise RecipeError(what, where=where, remedy="It is a share, from 0 to 1, or auto.")
+        else:
+            found[field] = float(share)
+    return found
 
 
 def _mode_in(offload: Mapping[str, Any], where: str) -> Mode | None:

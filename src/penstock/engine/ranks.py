@@ -116,8 +116,9 @@ ALONE = World()
 def find_world(environment: Mapping[str, str] = os.environ) -> World:
     """What the environment says: torch's variables (our launcher, torchrun, deepspeed), or those of a SLURM step."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        local_size = "LOCAL_SIZE" if "LOCAL_SIZE" in environment else "LOCAL_WORLD_SIZE"  # DeepSpeed's own word
-        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", local_size]
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+        if names[-1] not in environment and "LOCAL_SIZE" in environment:
+            names[-1] = "LOCAL_SIZE"  # DeepSpeed's own word
     elif _number(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # set by srun: a batch script alone is no step
         names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
     else:

@@ -70,7 +70,7 @@ def train(
             watched = console.training(recipe.name, run.total_steps, sources, records.metrics.rows)
             with watched, memory_advice(recipe, world.size), disk_advice(recipe.run_dir):
                 run_steps(start, loaded, records, stop, console, world)
-            records.recorder.close()
+            close_recorder(records.recorder, console)
             loaded.engine.release()
             last_step = records.metrics.rows[-1].step
             cut_off = last_step < run.total_steps
@@ -188,6 +188,14 @@ def run_steps(start: Start, loaded: Loaded, records: Records, stop: Stop, consol
             stop.number = asked
             break
     metrics.settle()
+
+
+def close_recorder(recorder: Recorder, console: Console) -> None:
+    """Write what is known of memory while state is there. The model is not written yet, and is worth more."""
+    try:
+        recorder.close()
+    except Exception as error:
+        console.say(f"WARNING: the report will lack some facts ({type(error).__name__}: {error})")
 
 
 def lr_at(recipe: Recipe, step: int, total_steps: int) -> float:
