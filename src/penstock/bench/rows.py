@@ -193,7 +193,7 @@ def _details(row: Row) -> Iterable[str]:
         parts = {k.replace("_", " "): v for k, v in dataclasses.asdict(row.memory).items() if v is not None}
         yield f"  memory, {name}: " + ", ".join(f"{place} {size / 1e9:.2f} GB" for place, size in parts.items())
     if row.reference_tflops:
-        yield f"  by the reference's formula, {name}: {row.reference_tflops:.1f} TFLOP/s"
+        yield f"  by the reference's formula, {name}: {row.reference_tflops:.4g} TFLOP/s"
     if row.retries:
         yield f"  memory, {name}: too little to run ahead, the allocator waited for the device {row.retries} times"
     if row.lanes:
