@@ -48,7 +48,7 @@ class TrainArgs(RecipeArgs):
     """Print nothing but the result and errors."""
     log_level: Literal["debug", "info", "warning", "error"] | None = None
     """How much transformers, the Hub's library and DeepSpeed say, on standard error. Without it: errors, and warnings
-    of DeepSpeed. `info` shows DeepSpeed's timers (wall_clock_breakdown)."""
+    of DeepSpeed."""
     gpus: int = 1
     """GPUs of this machine, one process each; on a machine without any, processes on its CPU."""
     nodes: int = 1

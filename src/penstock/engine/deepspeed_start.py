@@ -58,8 +58,10 @@ def start_deepspeed(device: torch.device, world: World) -> Any:
     with redirect_stdout(sys.stderr):  # standard output is for one JSON object, and DeepSpeed tells it what it builds
         import deepspeed
 
-        deepspeed.utils.logger.setLevel(logging.getLogger("penstock").getEffectiveLevel())  # --log-level, or warnings
+        level = logging.getLogger("penstock").getEffectiveLevel()  # of --log-level, or warnings
+        deepspeed.utils.logger.setLevel(level)
         for handler in deepspeed.utils.logger.handlers:
+            handler.setLevel(level)
             handler.setStream(sys.stderr)
         if (found := deepspeed.accelerator.get_accelerator().device_name()) != device.type:
             what = f"DeepSpeed has settled on {found}, and the run is on {device.type}"
