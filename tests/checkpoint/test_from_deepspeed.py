@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import penstock
-from penstock.checkpoint.from_deepspeed import fill, is_deepspeed
+from penstock.checkpoint.from_deepspeed import is_deepspeed
 from penstock.command.cli import main
-from penstock.errors import ModelError
+from penstock.recipe.presets import ARCHITECTURES
 
 DEMO = Path(penstock.__file__).parent / "demo" / "model"
 WRITER = Path(__file__).parent / "deepspeed_checkpoint.py"
@@ -119,21 +119,49 @@ def test_a_tag_does_not_lead_out_of_its_directory(tmp_path):
     assert not is_deepspeed(tmp_path / "checkpoint")
 
 
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 2, bias=False)
-        self.head = nn.Linear(2, 2, bias=False)
+@pytest.mark.parametrize("stored", ["one by one", "together"])
+def test_experts_may_be_stored_one_by_one_as_earlier_transformers_did(stored, tmp_path, capsys):
+    architecture = ARCHITECTURES["Qwen/Qwen3-30B-A3B"]
+    small = {
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    small |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "vocab_size": 4096}
+    config = AutoConfig.for_model(architecture.model_type, **(architecture.config_values() | small))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    base, checkpoint = tmp_path / "base", tmp_path / "checkpoint"
+    model.save_pretrained(base)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(DEMO / file, base)
+    checkpoint.mkdir()
+    if stored == "one by one":
+        shutil.copy(base / "model.safetensors", checkpoint)
+        assert "model.layers.0.mlp.experts.3.up_proj.weight" in load_file(base / "model.safetensors")
+    else:
+        torch.save(
+            {f"module.{name}": p.detach() for name, p in model.named_parameters()}, checkpoint / "pytorch_model.bin"
+        )
+    words = ["export", str(checkpoint), "--model", str(base), "--to", str(tmp_path / "model")]
+    assert main(words) == 0, capsys.readouterr().err
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert all(torch.equal(p, q) for p, q in zip(found.parameters(), model.parameters(), strict=True))
 
 
-def test_wrappers_before_a_name_do_not_matter_and_wrong_weights_are_refused():
-    model, ones = Small(), torch.ones(2, 2)
-    fill(model, {"module.layer.weight": ones, "head.weight": 2 * ones.view(-1)}, "here")
-    assert torch.equal(model.layer.weight, ones)
-    assert torch.equal(model.head.weight, 2 * ones)
-    with pytest.raises(ModelError, match=r"has no weight 'head.weight' \(1 missing, 0 too many\)"):
-        fill(model, {"layer.weight": ones}, "here")
-    with pytest.raises(ModelError, match=r"a weight 'more' that the model has not"):
-        fill(model, {"layer.weight": ones, "head.weight": ones, "more": ones}, "here")
-    with pytest.raises(ModelError, match=r"has 1 elements, and the model's has 4"):
-        fill(model, {"layer.weight": ones, "head.weight": torch.ones(1)}, "here")
+def test_weights_of_another_model_are_refused(consolidated, tmp_path, capsys):
+    weights = load_file(consolidated / "model.safetensors")
+    weights["more.weight"] = weights.pop("model.norm.weight")
+    weights["model.layers.0.input_layernorm.weight"] = torch.ones(3)
+    save_file(weights, consolidated / "model.safetensors", metadata={"format": "pt"})
+    assert main(["export", str(consolidated), "--model", "demo", "--to", str(tmp_path / "to")]) == 2
+    said = capsys.readouterr().err
+    for part in (
+        "1 missing, such as model.norm.weight",
+        "1 unexpected, such as more.weight",
+        "1 mismatched",
+        "--model",
+    ):
+        assert part in said
+    assert not (tmp_path / "to").exists()

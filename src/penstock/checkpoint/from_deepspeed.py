@@ -15,7 +15,6 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,12 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.export import export, mend_generation
 from penstock.errors import CheckpointError, ModelError, RecipeError
-from penstock.model.load import load_config, load_model, load_tokenizer
+from penstock.model.load import load_config, load_tokenizer, model_of_tensors
+from penstock.model.load_rows import build_on_meta
 from penstock.recipe.recipe import Recipe
 
-PREFIXES = ("module.", "_orig_mod.", "model.")
-"""What wrappers put before the names of weights."""
+WRAPPERS = ("module.", "_orig_mod.")
+"""What DeepSpeed's engine and torch's compiler put before the names of weights."""
 
 
 def is_deepspeed(path: Path) -> bool:
@@ -79,94 +79,76 @@ def export_deepspeed(
         raise RecipeError(what, where=str(path), remedy=remedy)
     recipe = Recipe(model=name)
     config, tokenizer = load_config(recipe), load_tokenizer(recipe)
-    say(f"Building {name} to take the weights")
-    model = load_model(replace(recipe, init="random", dtype="fp32"), config, torch.device("cpu"), say)
     with _damage_explained(path):
-        weights = {"zero": _zero, "universal": _universal, "consolidated": _consolidated}[form](path)
-        fill(model, weights, str(path))
+        say(f"Reading {path}")
+        tensors = {_plain(key): tensor for key, tensor in _READERS[form](path)}
+    if form == "universal":
+        shape_like(build_on_meta(recipe, config, torch.float32, lambda model: model.tie_weights()), tensors)
+    model, info = model_of_tensors(recipe, config, tensors, say)
+    refuse_gaps(info, str(path))
     say(f"Taken: {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters in fp32")
     mend_generation(model, say)
     export(model, tokenizer, directory, file_size=file_size)
 
 
+def shape_like(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Give tensors the shapes of the model's: a universal checkpoint of ZeRO-3 has flat ones."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in tensors and tensors[name].numel() == parameter.numel():
+            tensors[name] = tensors[name].view(parameter.shape)
+
+
+def refuse_gaps(info: Mapping[str, Any], where: str) -> None:
+    """Refuse weights that are not all of the model's, or more, or of another shape."""
+    wrong = {
+        kind: sorted(str(name) for name in info[f"{kind}_keys"]) for kind in ("missing", "unexpected", "mismatched")
+    }
+    if any(wrong.values()):
+        kinds = ", ".join(f"{len(names)} {kind}, such as {names[0]}" for kind, names in wrong.items() if names)
+        what = f"does not hold the weights of that model: {kinds}"
+        raise ModelError(what, where=where, remedy="Name the model that was trained with --model.")
+
+
+def _plain(name: str) -> str:
+    """A weight's name without what wrappers have put before it."""
+    while name.startswith(WRAPPERS):
+        name = name.split(".", 1)[1]
+    return name
+
+
 # --- reading ----------------------------------------------------------------------------------------------------------
 
+Weights = Iterator[tuple[str, Tensor]]
 
-def _zero(path: Path) -> Mapping[str, Any]:
-    """By DeepSpeed's own converter, a tensor at a time."""
+
+def _zero(path: Path) -> Weights:
+    """By DeepSpeed's own converter."""
     with redirect_stdout(sys.stderr):  # it prints what it does
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         tagged = _tagged(path)
-        found: Mapping[str, Any] = get_fp32_state_dict_from_zero_checkpoint(
-            str(tagged.parent), tag=tagged.name, lazy_mode=True
-        )
-    return found
+        yield from get_fp32_state_dict_from_zero_checkpoint(str(tagged.parent), tag=tagged.name).items()
 
 
-def _universal(path: Path) -> dict[str, Any]:
-    return {file.parent.name: _Later(file) for file in _tagged(path).glob("zero/*/fp32.pt")}
+def _universal(path: Path) -> Weights:
+    for file in _tagged(path).glob("zero/*/fp32.pt"):
+        held = torch.load(file, map_location="cpu", weights_only=True)
+        yield file.parent.name, held["param"] if isinstance(held, dict) else held
 
 
-def _consolidated(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for file in sorted(path.glob("model*.safetensors")):
-        found |= load_file(file)
-    for file in sorted(path.glob("pytorch_model*.bin")) if not found else ():
-        found |= torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    return found
+def _consolidated(path: Path) -> Weights:
+    safe = sorted(path.glob("model*.safetensors"))
+    for file in safe:
+        yield from load_file(file).items()
+    for file in [] if safe else sorted(path.glob("pytorch_model*.bin")):
+        yield from torch.load(file, map_location="cpu", mmap=True, weights_only=True).items()
 
 
-class _Later:
-    """A tensor that is read when it is wanted, as DeepSpeed's own are."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def contiguous(self) -> Tensor:
-        """Read it."""
-        held = torch.load(self._file, map_location="cpu", weights_only=True)
-        tensor: Tensor = held["param"] if isinstance(held, dict) else held
-        return tensor
-
-
-# --- filling ----------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def fill(model: nn.Module, weights: Mapping[str, Any], where: str) -> None:
-    """Give every parameter its weight, by name. What is missing or left over is refused."""
-    own, names = dict(model.named_parameters()), _as_named_here(weights, set(dict(model.named_parameters())))
-    missing = sorted(set(own) - set(names))
-    left = sorted(set(weights) - set(names.values()) - set(_tied_and_buffers(model)))
-    if missing or left:
-        wrong = f"has no weight {missing[0]!r}" if missing else f"has a weight {left[0]!r} that the model has not"
-        what = f"{wrong} ({len(missing)} missing, {len(left)} too many)"
-        raise ModelError(what, where=where, remedy="Name the model that was trained with --model.")
-    for name, parameter in own.items():
-        tensor = weights[names[name]].contiguous()
-        if tensor.numel() != parameter.numel():
-            what = f"{name} has {tensor.numel():,} elements, and the model's has {parameter.numel():,}"
-            raise ModelError(what, where=where, remedy="Name the model that was trained with --model.")
-        parameter.copy_(tensor.view(parameter.shape))
-
-
-def _as_named_here(weights: Mapping[str, Any], own: set[str]) -> dict[str, str]:
-    """{a parameter's name here: its name in the checkpoint}, whatever wrappers have put before it there."""
-    found: dict[str, str] = {}
-    for name in weights:
-        short = name
-        while short not in own and short.startswith(PREFIXES):
-            short = short.split(".", 1)[1]
-        if short in own:
-            found[short] = name
-    return found
-
-
-def _tied_and_buffers(model: nn.Module) -> Iterator[str]:
-    """Names that a checkpoint may have and that are no parameters of their own."""
-    yield from (name for name, _ in model.named_parameters(remove_duplicate=False))
-    yield from (name for name, _ in model.named_buffers())
+_READERS: dict[str, Callable[[Path], Weights]] = {
+    "zero": _zero,
+    "universal": _universal,
+    "consolidated": _consolidated,
+}
 
 
 @contextmanager
