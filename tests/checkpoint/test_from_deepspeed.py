@@ -75,6 +75,8 @@ def test_consolidated_weights_need_no_deepspeed(consolidated, tmp_path, capsys):
     assert "Written and checked" in capsys.readouterr().out
     found, stored = load_file(tmp_path / "model" / "model.safetensors"), load_file(consolidated / "model.safetensors")
     assert all(torch.equal(found[name], stored[name]) for name in found)
+    ends, theirs = (json.loads((d / "generation_config.json").read_text()) for d in (tmp_path / "model", DEMO))
+    assert ends["eos_token_id"] == theirs["eos_token_id"]
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from penstock.checkpoint.export import export, mend_generation
 from penstock.errors import CheckpointError, ModelError, RecipeError
 from penstock.model.load import load_config, load_tokenizer, model_of_tensors
 from penstock.model.load_rows import build_on_meta
+from penstock.model.source import find_source
 from penstock.recipe.recipe import Recipe
 
 WRAPPERS = ("module.", "_orig_mod.")
@@ -87,6 +89,9 @@ def export_deepspeed(
     model, info = model_of_tensors(recipe, config, tensors, say)
     refuse_gaps(info, str(path))
     say(f"Taken: {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters in fp32")
+    source = find_source(name, None).directory
+    if (source / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source)
     mend_generation(model, say)
     export(model, tokenizer, directory, file_size=file_size)
 
