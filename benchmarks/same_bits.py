@@ -47,7 +47,7 @@ SHOWN = 6
 """Differences of one file that are printed; the rest are counted."""
 
 VARYING = re.compile(
-    r"(^|\.|_)(seconds|tokens_per_s|started|checksum|python|\w*version)$"
+    r"(^|\.|_)(seconds|tokens_per_s|\w+_tflops|started|checksum|python|\w*version)$"
     r"|(^|\.)packages\."
     r"|files\.(run|metrics|rng)\.json\.(num_bytes|xxh3_128)$"  # they hold some of this, and are compared themselves
     r"|^(python|numpy)\.1\.\d+$"  # states of two generators that no recipe seeds

@@ -39,6 +39,7 @@ CHANGES = {
     "param_offload": None,
     "nvme_path": None,
     "bind_cores": None,
+    "leaf_module": None,
     "deepspeed_config": None,
     "data": {"data": "FILE"},
     "data_split": None,
@@ -123,7 +124,8 @@ ELSEWHERE = {
     "bucket_size": "tests/engine/test_deepspeed_config.py",
     "param_offload": "tests/engine/test_deepspeed_config.py",
     "nvme_path": "tests/engine/test_deepspeed_config.py",
-    "bind_cores": "tests/test_launch.py",
+    "bind_cores": "tests/machine/test_launch.py",
+    "leaf_module": "tests/engine/test_deepspeed.py",
     "deepspeed_config": "tests/engine/test_deepspeed_config.py",
 }
 

@@ -95,3 +95,10 @@ def test_the_widest_row_fits():
 def test_other_work_is_another_block():
     text = table([row(), row(seq=8192)])
     assert text.count("system") == 2
+
+
+def test_the_references_count_stands_below_under_its_own_name():
+    assert "by the reference's formula, superoffload after-norm fp32 clipped: 635.1 TFLOP/s\n" in table(
+        [row(reference_tflops=635.13)]
+    )
+    assert "reference" not in table([row()])

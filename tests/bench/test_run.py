@@ -86,6 +86,10 @@ def test_results_lie_by_day_and_machine(tmp_path, monkeypatch):
 def test_exposed_is_what_the_step_takes_beyond_the_floor():
     row = Case(TINY, torch.device("cpu"), 2.0, 6e12, floor_s=1.5).row("penstock", 2.0)
     assert (row.exposed_s, row.tokens_per_s, row.model_tflops, row.matrix_tflops) == (0.5, 24.0, 3.0, 2.0)
+    assert row.reference_tflops is None
+    counted = Case(TINY, torch.device("cpu"), 2.0, 6e12, floor_s=1.5, reference_flops={"none": 8e12, "full": 9e12})
+    assert counted.row("penstock", 2.0).reference_tflops == 4.0
+    assert counted.row("deepspeed", 3.0, recompute="full").reference_tflops == 3.0
     failed = Case(TINY, torch.device("cpu"), 2.0, 6e12, floor_s=1.5).row("penstock", None, error="no")
     assert (failed.step_s, failed.exposed_s, failed.tokens_per_s, failed.floor_s) == (None, None, None, 1.5)
 

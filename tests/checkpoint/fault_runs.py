@@ -73,4 +73,5 @@ def checkpoints(run):
 def rows(run, name="metrics.jsonl"):
     """What a run wrote down, without the times."""
     lines = (run / name).read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "step_seconds"} for line in lines]
+    times = ("step_seconds", "tokens_per_s", "model_tflops", "reference_tflops")
+    return [{k: v for k, v in json.loads(line).items() if k not in times} for line in lines]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.command.arguments import DataArgs, parse_with_recipe, with_value
+from penstock.command.arguments import DataArgs, parse_with_recipe, with_value, without_local_rank
 from penstock.recipe.file import find_recipe
 
 
@@ -41,3 +41,9 @@ def test_a_share_that_a_file_chose_stays_for_other_data(tmp_path):
 )
 def test_resume_stands_alone_or_with_a_path(words, filled):
     assert with_value(words, "--resume", "newest") == filled
+
+
+def test_a_launchers_local_rank_is_no_flag_of_ours():
+    words = ["--local_rank=1", "train", "demo", "--lr", "1e-5"]
+    assert without_local_rank(words, {"LOCAL_RANK": "1"}) == words[1:]
+    assert without_local_rank(words, {}) == words, "without a launcher it is a mistake"

@@ -1,6 +1,7 @@
 """The command as a user types it."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -201,8 +202,12 @@ def test_the_demo_from_training_to_an_answer(tmp_path):
     assert summary["loss_last"] < summary["loss_first"] / 2
     rows = [json.loads(line) for line in (tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, summary["steps"] + 1))
-    keys = {"step", "loss", "lr", "grad_norm", "tokens", "trained_tokens", "step_seconds"}
+    rates = {"tokens_per_s", "model_tflops", "reference_tflops"}
+    keys = {"step", "loss", "lr", "grad_norm", "tokens", "trained_tokens", "step_seconds"} | rates
     assert all(keys <= set(row) for row in rows)
+    for name in rates:
+        mean = sum(row[name] * row["step_seconds"] for row in rows) / summary["seconds"]
+        assert summary[name] == pytest.approx(mean, rel=1e-6)
     assert summary["tokens"] == sum(row["tokens"] for row in rows)
     answered_by_transformers_alone(tmp_path / summary["model_dir"])
 
@@ -311,3 +316,19 @@ def test_our_warnings_are_shown_and_those_of_libraries_are_not():
 def test_help_shows_where_a_recipe_goes(capsys):
     assert main(["train", "--help"]) == 0
     assert "usage: penstock train [RECIPE]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("flags", "level"), [([], logging.ERROR), (["--log-level", "info"], logging.INFO)])
+def test_libraries_say_as_much_as_they_are_asked_to(flags, level, tmp_path, capsys, monkeypatch):
+    from transformers.utils import logging as transformers_logging
+
+    monkeypatch.chdir(tmp_path)
+    ours, before = logging.getLogger("penstock"), transformers_logging.get_verbosity()
+    try:
+        assert main(["train", "demo", "--dry-run", *flags]) == 0
+        assert transformers_logging.get_verbosity() == level
+        assert ours.getEffectiveLevel() == (level if flags else logging.WARNING)
+    finally:
+        ours.setLevel(logging.NOTSET)
+        transformers_logging.set_verbosity(before)
+    assert main(["train", "demo", "--dry-run", "--log-level", "loud"]) == 2

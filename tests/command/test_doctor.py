@@ -100,6 +100,24 @@ def test_partitions_are_shown_then_applied(machine, tmp_path, monkeypatch):
     assert (root / "penstock-adam/cpus_list").read_text() == "0-8\n"
 
 
+def test_partitions_of_four_sockets_are_those_of_the_four_ranks(machine, tmp_path, monkeypatch):
+    """Each rank keeps a tenth of its own cores: on the first sockets too, whose cores are all among the first 90 %."""
+    root, devices = machine.resctrl, machine.sys / "bus/pci/devices"
+    (root / "info/L3").mkdir(parents=True)
+    (root / "info/L3/cbm_mask").write_text("ff")
+    (root / "schemata").write_text("L3:0=ff\n")
+    for number in range(4):
+        gpu = devices / f"000{number}:8a:00.0"
+        gpu.mkdir(exist_ok=True)
+        for name, text in (("vendor", "0x10de"), ("class", "0x030200"), ("numa_node", str(number))):
+            (gpu / name).write_text(text)
+        (gpu / "local_cpulist").write_text(f"{72 * number}-{72 * number + 71}")
+    monkeypatch.setattr(doctor, "usable_cores", lambda: list(range(288)))
+    train, adam = by_topic(examine(tmp_path, paths=machine))["partitions"]
+    assert "cpus_list 64-71,136-143,208-215,280-287;" in train.what
+    assert "cpus_list 0-63,72-135,144-207,216-279;" in adam.what
+
+
 def test_a_full_disk_or_no_memory_makes_runs_impossible(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "LEAST_DISK_BYTES", 2**60)
     monkeypatch.setattr(doctor, "LEAST_HOST_BYTES", 2**60)

@@ -15,6 +15,7 @@ from penstock.engine.deepspeed import DeepSpeedEngine
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import find_world, joined
 from penstock.engine.trial import full_batch
+from penstock.model.attention import stock_attention
 from penstock.model.load import load_config, load_model
 from penstock.recipe.presets import PRESETS
 
@@ -44,6 +45,7 @@ SCENARIOS = {
     "own_json": {"own": WHOLE},
     "own_json_recomputed": {"own": WHOLE, "recompute": "full", "bucket_size": 1000},
     "params_on_host": {"param_offload": "cpu", "own": WHOLE},
+    "leaves": {"leaf_module": "LlamaMLP", "own": WHOLE},
     "gpt_oss": {"preset": "gpt-oss-20b", "own": WHOLE},
     "qwen3_moe": {"preset": "qwen3-30b-a3b", "own": WHOLE},
 }
@@ -106,7 +108,12 @@ def one_batch(rows):
 def build(kind, recipe):
     world = (find_world(),)
     if kind is NativeEngine:
-        recipe, world = dataclasses.replace(recipe, engine="penstock", deepspeed_config=None, param_offload="none"), ()
+        recipe, world = (
+            dataclasses.replace(
+                recipe, engine="penstock", deepspeed_config=None, param_offload="none", leaf_module=None
+            ),
+            (),
+        )
     model = load_model(recipe, load_config(recipe), torch.device("cpu"), lambda _: None)
     return kind(model, recipe, lambda _: None, *world)
 
@@ -135,6 +142,7 @@ def compare(changes, directory):
         one_by_one = dataclasses.replace(recipe, micro_batch_size=1)
         found[f"{name}_eval"] = engine.evaluate(rows_of(rank, ranks, one_by_one, 3))
         found[f"{name}_state"] = [dataclasses.asdict(unit) for unit in engine.placement()]
+        found[f"{name}_leaves"] = [type(m).__name__ for m in engine.model.modules() if getattr(m, "_z3_leaf", False)]
         found[f"{name}_memory"] = [dataclasses.asdict(use) for use in engine.memory()]
         engine.release()
         found[f"{name}_weights"] = [p.detach().float() for p in engine.model.parameters()]
@@ -190,12 +198,38 @@ def not_finite(directory):
     return {"skipped": bad[0][2], "unchanged": unchanged, "after": train(engine, batches, 1), "bad": repr(bad)}
 
 
+def broken_end(directory):
+    """Everything that DeepSpeed does at its end fails: the weights are whole, and the model runs without it."""
+    world, recipe, said = find_world(), recipe_of({"own": WHOLE}, directory), []
+    batches = rows_of(world.rank, world.size, recipe)
+    good, bad = build(DeepSpeedEngine, recipe), build(DeepSpeedEngine, recipe)
+    for engine in (good, bad):
+        train(engine, batches, 2)
+    bad._say = said.append
+
+    class Worker:
+        def close(self):
+            raise TimeoutError("the worker is gone")
+
+    def fail():
+        raise AttributeError("nothing like it")
+
+    bad._zero.superoffload_cpu_optimizer, bad.engine.destroy = Worker(), fail
+    for engine in (good, bad):
+        engine.release()
+    same = all(torch.equal(p, q) for p, q in zip(good.model.parameters(), bad.model.parameters(), strict=True))
+    with stock_attention(bad.model), torch.no_grad():
+        logits = bad.model(torch.arange(8)[None]).logits if world.first else torch.zeros(1)
+    return {"same": same, "said": said, "finite": bool(logits.isfinite().all())}
+
+
 def main(result):
     directory = Path(f"{result}.files")
     directory.mkdir(exist_ok=True)
     with joined(find_world(), torch.device("cpu")):
         found = {name: compare(changes, directory) for name, changes in scenarios(find_world().size).items()}
         found |= {"resume": resume(directory), "not_finite": not_finite(directory)}
+        found["broken_end"] = broken_end(directory)
     if find_world().first:
         Path(result).write_text(json.dumps(found))
 

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -36,7 +37,13 @@ TRAIN = [
 SAID = "What is the capital of Italy?"
 
 
-def start(*words):
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(*words, alone=False):
     """A Python program whose operations DeepSpeed builds with the tools beside the interpreter.
 
     Matrix units round bf16 products in an order of their own, and two engines that differ by a rounding drift apart
@@ -44,9 +51,10 @@ def start(*words):
     """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     arithmetic = {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    environment = {**os.environ, **arithmetic, "PATH": path}
+    environment = {**os.environ, **arithmetic, "PATH": path, "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-W", "ignore", *map(str, words)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=alone, **pipes)
 
 
 def penstock(*words, ranks=1):
@@ -117,6 +125,14 @@ def test_settings_change_the_curve(found):
         assert last[name] == pytest.approx(last["plain"], abs=1e-5), name
 
 
+@pytest.mark.parametrize("count", [2], indirect=True)
+def test_modules_that_are_gathered_as_one(found):
+    assert found["plain"]["theirs_leaves"] == []
+    assert found["leaves"]["theirs_leaves"] == ["LlamaMLP"] * 2
+    assert found["gpt_oss"]["theirs_leaves"] == ["GptOssExperts"] * 2
+    assert found["qwen3_moe"]["theirs_leaves"] == ["Qwen3MoeSparseMoeBlock"] * 2
+
+
 def test_every_byte_of_state_is_accounted_for(found, count):
     """Of a rank: twelve bytes for each of its parameters, where ours has eight in fp32."""
     ours, theirs = found["plain"]["ours_state"], found["plain"]["theirs_state"]
@@ -136,6 +152,13 @@ def test_a_step_that_is_not_finite_is_skipped_whole(found):
     assert run["unchanged"]
     assert not run["after"][0][2]
     assert run["after"][0][0] < 6
+
+
+def test_what_fails_at_the_end_costs_nothing_that_was_trained(found):
+    run = found["broken_end"]
+    assert run["same"]
+    assert run["finite"]
+    assert [line.split("(")[1].split(":")[0] for line in run["said"]] == ["TimeoutError", "AttributeError"]
 
 
 def weights(run):
@@ -213,9 +236,32 @@ def test_a_signal_saves_on_all_ranks_and_the_run_goes_on(tmp_path, count):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
-    assert finish(process, code=143).count(": stopped by SIGTERM") == 1
+    errors = finish(process, code=143)
+    assert errors.count(": stopped by SIGTERM") == 1
+    assert "DeepSpeed info: version" not in errors, "without --log-level"
     (saved,) = (run / "checkpoints").iterdir()
     assert (saved / "manifest.json").exists()
     assert not (run / "model").exists()
     said = finish(penstock(*TRAIN, *long, "--output-dir", run, "--resume", "--dry-run", ranks=count))
     assert f"Would go on after step {len(losses(run))}" in said
+
+
+def test_deepspeeds_own_launcher_and_its_ctrl_c(tmp_path):
+    """It gives every rank a --local_rank, and answers a Ctrl-C, which ranks have heard themselves, with a SIGTERM."""
+    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", 2, "--master_port", free_port()]
+    launcher += ["--bind_cores_to_rank"] if shutil.which("numactl") else []
+    run, long = tmp_path / "run", ["--max-steps", 200, "--epochs", 100, "--log-level", "info"]
+    words = [*TRAIN, *long, "--output-dir", run]
+    process = start(*launcher, "--module", "penstock", *words, alone=True)
+    deadline = time.monotonic() + 300
+    while not (run / "metrics.jsonl").exists():
+        assert time.monotonic() < deadline, "no step within five minutes"
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert "stopped by SIGINT; saved in" in errors
+    (saved,) = (run / "checkpoints").iterdir()
+    assert (saved / "manifest.json").exists()
+    assert json.loads((run / "ranks.json").read_text())["ranks_per_machine"] == 2
+    assert "DeepSpeed info: version" in errors, "by --log-level info"

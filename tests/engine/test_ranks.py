@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from penstock.engine.ranks import ALONE, World, find_world, first_machine
+from penstock.engine import ranks as ranks_module
+from penstock.engine.ranks import ALONE, World, bind, find_world, first_machine
 from penstock.errors import RecipeError
 from penstock.machine.launch import check_batch
 
@@ -15,10 +16,11 @@ def test_without_a_starter_a_process_is_alone():
     assert not torch.distributed.is_initialized()
 
 
-def test_torchrun_and_slurm_say_which_rank_it_is():
+def test_launchers_say_which_rank_it_is():
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     slurm = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
-    assert find_world(torchrun) == World(5, 8, 1, 4)
+    deepspeed = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1"}
+    assert find_world(torchrun) == find_world(deepspeed) == World(5, 8, 1, 4)
     for tasks in ("4", "4(x2)"):
         assert find_world({**slurm, "SLURM_STEP_TASKS_PER_NODE": tasks}) == World(5, 8, 1, 4)
 
@@ -72,6 +74,21 @@ def test_one_rank_has_no_process_group_and_no_dtensor(ranks):
     (alone,) = ranks("agreement", 1)
     assert not alone["groups"]
     assert sorted(alone["before"]) == alone["cores"]
+
+
+def test_a_process_alone_keeps_to_the_cores_near_its_gpu(monkeypatch):
+    bound, threads = [], torch.get_num_threads()
+    monkeypatch.setattr(ranks_module, "near_cores", lambda device: [4, 5])
+    monkeypatch.setattr(ranks_module, "usable_cores", lambda: [0, 1, 4, 5])
+    monkeypatch.setattr(ranks_module.os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
+    try:
+        bind(ALONE, torch.device("cuda"))
+        assert (bound, torch.get_num_threads()) == ([[4, 5]], 2)
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setattr(ranks_module, "near_cores", lambda device: [0, 1, 4, 5])
+    assert bind(ALONE, torch.device("cpu")) == [0, 1, 4, 5]
+    assert len(bound) == 1, "nothing to bind where all cores are near"
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,13 @@ import torch
 from penstock.errors import RecipeError
 from penstock.machine import hardware
 from penstock.machine.hardware import (
+    adam_cores,
     available_host_bytes,
     near_cores,
     parse_cores,
     pick_compile,
     pick_device,
+    shares_of_cores,
     usable_cores,
 )
 from penstock.recipe.recipe import Recipe
@@ -79,3 +81,12 @@ def test_a_limit_of_addresses_counts():
         "resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30)); assert free() < min(before, 2**30), free()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_ranks_near_the_same_cores_split_them_and_keep_a_tenth_each():
+    two_sockets = [list(range(10)), list(range(10)), list(range(10, 20)), list(range(10, 20))]
+    shares = shares_of_cores(two_sockets)
+    assert shares == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]
+    assert [adam_cores(share) for share in shares] == [share[:4] for share in shares]
+    assert adam_cores([7], 0.1) == [7]
+    assert shares_of_cores([[0], [0]]) == [[], []]

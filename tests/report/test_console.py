@@ -1,9 +1,14 @@
 """Lines for people, and what becomes of them when nobody reads."""
 
+import dataclasses
+import math
 import os
 import sys
 
-from penstock.report.console import Console
+import pytest
+
+from penstock.report.console import Console, short
+from penstock.report.metrics import StepRow
 
 
 def test_who_stops_reading_does_not_end_the_run(monkeypatch):
@@ -18,3 +23,23 @@ def test_who_stops_reading_does_not_end_the_run(monkeypatch):
             console.say("three")
         assert not console.live
         print("others go on too", flush=True)
+
+
+def test_a_line_has_the_rates_of_its_step():
+    console = Console()
+    row = StepRow(3, 1.5, 1e-5, 0.7, 16384, 9000, 1.409, False, 11628.1, 598.4, 743.2)
+    with console.rich.capture() as capture:
+        console.step(row, 40, 52.0)
+        console.step(dataclasses.replace(row, reference_tflops=math.nan), 40, 52.0)
+        console.step(StepRow(3, 1.5, 1e-5, 0.7, 16384, 9000, 1.409, False, 11628.1), 40, 52.0)
+    whole, experts, unknown = capture.get().splitlines()
+    assert "norm   0.70    11,628 tokens/s  598 TFLOP/s (reference 743)  0:00:52 left" in whole
+    assert "11,628 tokens/s  598 TFLOP/s  0:00:52 left" in experts
+    assert "11,628 tokens/s  0:00:52 left" in unknown
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(1234.5, "1,234"), (598.4, "598"), (45.67, "45.7"), (0.01234, "0.0123"), (0.00012, "0.000120")]
+)
+def test_rates_are_short_and_without_powers(number, text):
+    assert short(number) == text

@@ -6,7 +6,9 @@ import torch
 
 from penstock.engine import StepResult
 from penstock.flow.lanes import Mark, ToHost
+from penstock.model.flops import Flops
 from penstock.report.metrics import Metrics, StepFacts
+from penstock.run.train import mean_rate
 
 
 class NotYet(Mark):
@@ -39,7 +41,7 @@ def test_a_row_is_read_when_it_is_ready_or_when_the_next_step_is_there(tmp_path)
 def test_rows_come_back_and_the_files_begin_with_them(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    first = Metrics(tmp_path / "one", on_row=lambda row: None)
+    first = Metrics(tmp_path / "one", on_row=lambda row: None, flops=Flops(2e9, 3e9))
     for step, loss in enumerate([3.0, float("nan"), 0.1 + 0.2], start=1):
         first.add(StepFacts(step, 1e-5, 100, 50), result(loss, Mark()))
     first.add_eval(3, 1 / 3)
@@ -51,3 +53,27 @@ def test_rows_come_back_and_the_files_begin_with_them(tmp_path):
     assert second.evals == first.evals
     assert second.rows[0] == first.rows[0]
     assert math.isnan(second.rows[1].loss)
+
+
+def test_a_row_has_the_rates_of_its_step(tmp_path):
+    metrics = Metrics(tmp_path, on_row=lambda row: None, flops=Flops(2e9, 3e9))
+    metrics.add(StepFacts(1, 1e-5, 100, 50), result(3.0, Mark()))
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert row["tokens_per_s"] == pytest.approx(100 / row["step_seconds"])
+    assert row["model_tflops"] == pytest.approx(row["tokens_per_s"] * 2e9 / 1e12)
+    assert row["reference_tflops"] == pytest.approx(row["tokens_per_s"] * 3e9 / 1e12)
+
+
+def test_rows_of_earlier_versions_have_no_rates_and_are_read(tmp_path):
+    old = {"step": 1, "loss": 3.0, "lr": 1e-5, "grad_norm": 2.0, "tokens": 100, "trained_tokens": 50,
+           "step_seconds": 0.5, "skipped": False}  # fmt: skip
+    metrics = Metrics(tmp_path, on_row=lambda row: None, flops=Flops(2e9))
+    metrics.restore({"steps": [old], "evals": []})
+    metrics.add(StepFacts(2, 1e-5, 100, 50), result(3.0, Mark()))
+    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert {name: first[name] for name in old} == old
+    assert first["model_tflops"] is None
+    assert second["model_tflops"] > 0
+    assert second["reference_tflops"] is None, "a model with experts"
+    assert mean_rate(metrics.rows, "model_tflops") == pytest.approx(second["model_tflops"])
+    assert math.isnan(mean_rate(metrics.rows, "reference_tflops"))

@@ -88,6 +88,21 @@ def test_several_runs_are_compared(finished_run, tmp_path):
     assert {"timeline-1", "timeline-2"} <= set(specs)
 
 
+def test_the_page_has_both_rates_and_does_without_them_in_old_runs(finished_run, tmp_path):
+    text = render(read_runs([finished_run]), library="")
+    assert "model TFLOP/s, one GPU" in text
+    assert "by the reference&#39;s formula" in text
+    run = tmp_path / "old"
+    shutil.copytree(finished_run, run, ignore=shutil.ignore_patterns("model", "checkpoints"))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        del row["tokens_per_s"], row["model_tflops"], row["reference_tflops"]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = render(read_runs([run]), library="")
+    assert "tokens a second" in text
+    assert "TFLOP/s" not in text
+
+
 def test_a_run_without_a_step_has_a_page(finished_run, tmp_path):
     shutil.copy(finished_run / "recipe.yaml", tmp_path)
     assert "none yet" in render(read_runs([tmp_path]), library="")

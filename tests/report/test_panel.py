@@ -27,15 +27,13 @@ MEMORY = [
 
 
 def sources():
-    return Sources(
-        lambda: MEMORY, lambda: {"in": 0.4, "wait": 0.01}, {"gpu": 140 * GIB, "host": 125 * GIB}, 5e10, 989e12
-    )
+    return Sources(lambda: MEMORY, lambda: {"in": 0.4, "wait": 0.01}, {"gpu": 140 * GIB, "host": 125 * GIB}, 989e12)
 
 
 def filled(steps=200):
     panel = Panel("llama-8b", 400, sources())
     for step in range(1, steps + 1):
-        panel.row(StepRow(step, 3 / step + 0.5, 1e-5, 0.7, 16384, 9000, 1.8, step == 7), 360.0)
+        panel.row(StepRow(step, 3 / step + 0.5, 1e-5, 0.7, 16384, 9000, 1.8, step == 7, 9102.2, 455.1), 360.0)
     panel.evaluated(1.25)
     return panel
 
@@ -104,7 +102,7 @@ def test_without_a_terminal_lines_are_plain(options, capsys):
     console = Console(**options)
     assert not console.live
     with console.training("x", 10, sources(), []):
-        console.step(StepRow(1, 1.0, 1e-5, 0.5, 10, 5, 0.1, False), 10, 1.0)
+        console.step(StepRow(1, 1.0, 1e-5, 0.5, 10, 5, 0.1, False, 100.0), 10, 1.0)
         console.step(StepRow(2, 1.0, 1e-5, 0.5, 10, 5, 0.1, False), 10, 1.0, due=False)
     out, err = capsys.readouterr()
     expected = [

@@ -45,6 +45,8 @@ def test_tensorboard_has_every_row_of_a_run_and_of_a_resumed_one(small_recipe, t
         assert found["train/loss"] == [(r["step"], pytest.approx(r["loss"], rel=1e-6)) for r in rows]
         assert [step for step, _ in found["train/lr"]] == [1, 2, 3, 4, 5]
         assert [step for step, _ in found["eval/loss"]] == [2, 4, 5]
+        for name in ("model_tflops", "reference_tflops"):
+            assert found[f"speed/{name}"] == [(r["step"], pytest.approx(r[name], rel=1e-6)) for r in rows]
         assert found["speed/tokens_per_s"][0][1] == pytest.approx(rows[0]["tokens"] / rows[0]["step_seconds"], rel=1e-6)
 
     check()

@@ -13,6 +13,7 @@ from penstock.errors import OutputError
 from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import Recipe
 from penstock.report.console import Console
+from penstock.report.facts import Recorder
 from penstock.run.preparation import dry_run, prepare_run
 from penstock.run.train import lr_at, train
 
@@ -144,3 +145,18 @@ def test_a_directory_that_the_first_rank_refuses_is_refused_by_all(ranks, tmp_pa
 @pytest.mark.slow
 def test_ranks_wait_for_the_one_that_writes_the_model_of_an_interrupted_run(ranks, tmp_path):
     assert ranks("interrupting", 2, directory=str(tmp_path / "run")) == [True, True]
+
+
+def test_facts_that_cannot_be_written_do_not_cost_the_model(tmp_path, monkeypatch):
+    def fail(self):
+        raise OSError("no facts today")
+
+    monkeypatch.setattr(Recorder, "close", fail)
+    recipe = dataclasses.replace(
+        DEMO, output_dir=str(tmp_path / "run"), max_steps=1, max_length=64, prompt=None, keep=0
+    )
+    console = Console()
+    with console.rich.capture() as capture:
+        train(recipe, console)
+    assert "WARNING: the report will lack some facts (OSError: no facts today)" in capture.get()
+    assert (tmp_path / "run" / "model" / "config.json").exists()

@@ -77,6 +77,8 @@ class Row:
     """Busy seconds of a step by lane, and what was exposed."""
     loss: float | None = None
     """Of the last step, on tokens without meaning."""
+    reference_tflops: float | None = None
+    """By the formula of DeepSpeedExamples' DeepSpeed-SuperOffload, which counts recompute, but no experts."""
     retries: int = 0
     """How often torch's allocator found no memory and waited for the device to get some back, in all steps."""
 
@@ -190,6 +192,8 @@ def _details(row: Row) -> Iterable[str]:
     if row.memory is not None:
         parts = {k.replace("_", " "): v for k, v in dataclasses.asdict(row.memory).items() if v is not None}
         yield f"  memory, {name}: " + ", ".join(f"{place} {size / 1e9:.2f} GB" for place, size in parts.items())
+    if row.reference_tflops:
+        yield f"  by the reference's formula, {name}: {row.reference_tflops:.4g} TFLOP/s"
     if row.retries:
         yield f"  memory, {name}: too little to run ahead, the allocator waited for the device {row.retries} times"
     if row.lanes:

@@ -12,7 +12,7 @@ import gc
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -34,7 +34,7 @@ from penstock.engine.trial import drop_gradient, full_batch
 from penstock.errors import DoesNotFit, RecipeError, UserError
 from penstock.flow.timeline import Span
 from penstock.machine.hardware import describe, pick_compile, pick_device, pick_dtype
-from penstock.model.flops import flops_per_token
+from penstock.model.flops import flops_per_token, reference_flops_per_token
 from penstock.model.load import load_config, load_model
 from penstock.plan.report import with_recompute
 from penstock.recipe.recipe import Recipe
@@ -93,7 +93,8 @@ def bench(recipe: Recipe, asked: Asked, *, to: str, say: Say) -> Report:
     config = load_config(recipe)
     say(f"building {recipe.model} with random weights")
     model = load_model(recipe, config, device, say)
-    case = Case(recipe, device, ceilings.matrix_flops_per_s / 1e12, flops_of_step(model, recipe))
+    flops, reference = flops_of_step(model, recipe), reference_flops_of_step(model, recipe)
+    case = Case(recipe, device, ceilings.matrix_flops_per_s / 1e12, flops, reference_flops=reference)
     if asked.timeline:
         case = dataclasses.replace(case, timeline=results.directory / "timeline.jsonl")
     for row in our_rows(case, model, wanted, asked.steps, say):
@@ -155,6 +156,8 @@ class Case:
     floor_s: float | None = None
     timeline: Path | None = None
     """File for the spans of two steps of each of our rows."""
+    reference_flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Of a step, by the reference's formula: with each word for recompute."""
 
     def row(self, system: str, step_s: float | None, **more: Any) -> Row:
         """A result, or what went wrong; `more` are fields of the row that differ from a floor's."""
@@ -182,7 +185,10 @@ class Case:
             "versions": _versions(),
             "error": "",
         }
-        return Row(system=system, step_s=step_s, **(values | more))
+        values |= more
+        reference = self.reference_flops.get(values["recompute"])
+        values["reference_tflops"] = reference / step_s / 1e12 if reference and step_s else None
+        return Row(system=system, step_s=step_s, **values)
 
 
 def show(row: Row) -> str:
@@ -356,3 +362,11 @@ def _time_steps(
 def flops_of_step(model: PreTrainedModel, recipe: Recipe) -> float:
     """Model FLOPs of a step whose rows are each one example."""
     return flops_per_token(model, recipe.max_length) * recipe.batch_size * recipe.max_length
+
+
+def reference_flops_of_step(model: PreTrainedModel, recipe: Recipe) -> dict[str, float]:
+    """The same as the reference counts it, by what is computed again. Nothing for models with experts."""
+    tokens = recipe.batch_size * recipe.max_length
+    words = {recipe.recompute, "none", "full"}
+    found = {word: reference_flops_per_token(model, recipe.max_length, word) * tokens for word in words}
+    return {word: flops for word, flops in found.items() if math.isfinite(flops)}

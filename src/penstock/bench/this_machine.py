@@ -17,7 +17,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from penstock.machine.hardware import available_host_bytes, pci_gpus, usable_cores
+from penstock.machine.hardware import adam_cores, available_host_bytes, pci_gpus, usable_cores
 from penstock.machine.known import Machine
 
 Say = Callable[[str], None]
@@ -80,7 +80,7 @@ def measure() -> Machine:
     link, updates = 0.0, ceilings.cpu_adamw_params_per_s  # without a GPU there is no link, and nothing runs beside it
     if gpu:
         near = near_cores(device)
-        rates = measure_rates(device, near[: max(1, int(len(near) * 0.9))])
+        rates = measure_rates(device, adam_cores(near))
         link, updates = rates.link_bytes_per_s, rates.host_params_per_s
     return Machine(
         name="this machine",

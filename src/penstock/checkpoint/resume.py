@@ -55,7 +55,7 @@ FREE = {
     "name", "output_dir", "device", "recompute", "skip_limit", "eval_every", "log_every", "save_every", "keep",
     "prompt", "trust_remote_code", "mode", "homes", "update", "cpu_adam_cores",
     "track", "project", "tags",
-    "offload_ratio", "bucket_size", "param_offload", "nvme_path", "bind_cores",
+    "offload_ratio", "bucket_size", "param_offload", "nvme_path", "leaf_module", "bind_cores",
 }  # fmt: skip
 """Fields that may change when a run goes on."""
 BY_CONTENT = {"model", "revision", "tokenizer", "data", "data_split", "eval_data", "eval_split"}

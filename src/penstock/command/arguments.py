@@ -7,7 +7,8 @@ hand would say every name, type and default twice. Nothing heavy is imported, so
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
@@ -45,6 +46,9 @@ class TrainArgs(RecipeArgs):
     """Go on also if recipe or data are not those of the checkpoint."""
     quiet: Flag = False
     """Print nothing but the result and errors."""
+    log_level: Literal["debug", "info", "warning", "error"] | None = None
+    """How much transformers, the Hub's library and DeepSpeed say, on standard error. Without it: errors, and warnings
+    of DeepSpeed."""
     gpus: int = 1
     """GPUs of this machine, one process each; on a machine without any, processes on its CPU."""
     nodes: int = 1
@@ -107,7 +111,7 @@ class PlanArgs(RecipeArgs):
     gpus: int = 1
     """GPUs that share the model."""
     host_memory: str = ""
-    """Host memory of the machine, such as 480GiB; on a superchip, that of one."""
+    """Host memory, such as 480GiB: of the machine, whose GPUs share it; on a superchip, of one (gb200: of its two)."""
     gpu_memory: str = ""
     """Memory of one GPU, such as 80GiB."""
     link: str = ""
@@ -141,9 +145,14 @@ class ExportArgs:
     """Write the model of a run as a Hugging Face directory, and check that it loads and answers the same."""
 
     run: RunName
-    """Directory of the run. If the run did not end, the model is that of its newest checkpoint."""
+    """Directory of the run. If the run did not end, the model is that of its newest checkpoint. Or a checkpoint that
+    DeepSpeed itself has written, with --model."""
     to: str = ""
     """Directory to write."""
+    model: str = ""
+    """Of a checkpoint of DeepSpeed's: Hub name or directory of the model that was trained. fp32 is written."""
+    trust_pickle: Flag = False
+    """Read a checkpoint of DeepSpeed's although it is a pickle, which can run any code."""
     verify: Flag = False
     """Compare every byte of every checkpoint of the run with its checksum."""
     shard_size: str = "5GB"
@@ -214,6 +223,12 @@ def with_value(words: list[str], flag: str, value: str) -> list[str]:
     for word, following in zip(words, [*words[1:], "--"], strict=True):
         filled += [word, value] if word == flag and following.startswith("-") else [word]
     return filled
+
+
+def without_local_rank(words: list[str], environment: Mapping[str, str]) -> list[str]:
+    """The words without the --local_rank that some launchers put before all others; it is in the environment too."""
+    named = ("--local_rank=", "--local-rank=")
+    return [word for word in words if not ("LOCAL_RANK" in environment and word.startswith(named))]
 
 
 def read_choices(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import tyro
 
@@ -29,6 +29,7 @@ from penstock.command.arguments import (
     read_choices,
     read_ratios,
     with_value,
+    without_local_rank,
 )
 from penstock.errors import RecipeError, UserError, counted, did_you_mean, tell
 from penstock.machine.signals import handling
@@ -56,7 +57,7 @@ def run() -> NoReturn:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    words = sys.argv[1:] if argv is None else argv
+    words = without_local_rank(sys.argv[1:] if argv is None else argv, os.environ)
     _prepare_torch()
     try:
         with handling(_end, signal.SIGTERM):
@@ -131,7 +132,7 @@ def train(words: list[str]) -> int:
     if machines.ranks > 1 and "RANK" not in os.environ and not args.dry_run:
         return launch(["train", *words], machines, debug=args.debug)
     follow_launcher()
-    _quiet_libraries(args.debug)
+    _quiet_libraries(args.debug, args.log_level)
     from penstock.engine.ranks import find_world
     from penstock.report.console import Console
     from penstock.report.metrics import to_json
@@ -270,6 +271,7 @@ def export(words: list[str]) -> int:
         remedy = "Name a directory with --to, or check checkpoints with --verify."
         raise RecipeError("nothing to do", where="export", remedy=remedy)
     from penstock.checkpoint.export import export_run, verify_run
+    from penstock.checkpoint.from_deepspeed import export_deepspeed, is_deepspeed
     from penstock.report.console import Console
 
     console = Console(json=args.json)
@@ -279,7 +281,11 @@ def export(words: list[str]) -> int:
         result["verified"] = [{"path": str(found.path), "step": found.step} for found in verified]
         console.say(f"Every byte is as it was written: {counted(len(verified), 'checkpoint')}")
     if args.to:
-        export_run(Path(args.run), Path(args.to), file_size=args.shard_size, say=console.say)
+        how: dict[str, Any] = {"file_size": args.shard_size, "say": console.say}
+        if args.model or args.trust_pickle or is_deepspeed(Path(args.run)):
+            export_deepspeed(Path(args.run), Path(args.to), args.model, trust_pickle=args.trust_pickle, **how)
+        else:
+            export_run(Path(args.run), Path(args.to), **how)
         result["model_dir"] = args.to
         console.say(f"Written and checked: {args.to}")
     if args.json:
@@ -329,21 +335,26 @@ def _prepare_torch() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def _quiet_libraries(debug: bool) -> None:
+def _quiet_libraries(debug: bool, level: str | None = None) -> None:
     """Their bars and warnings would break our lines; with --debug they are wanted. Our own are shown as one line."""
+    import logging
+
+    if level:
+        logging.getLogger("penstock").setLevel(level.upper())  # where the engine deepspeed looks
     if debug:
         return
     import warnings
 
     import torch
     from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     if not torch.cuda.is_available():  # or DeepSpeed, which transformers imports if it can, says so on standard output
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    hub_logging.set_verbosity_error()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    number = logging.getLevelNamesMapping()[(level or "error").upper()]
+    hub_logging.set_verbosity(number)
+    transformers_logging.set_verbosity(number)
+    transformers_logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     warnings.filterwarnings("default", module=r"penstock\.")
     warnings.formatwarning = lambda message, *_, **__: f"  WARNING: {message}\n"

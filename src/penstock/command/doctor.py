@@ -20,7 +20,16 @@ from typing import Literal
 
 from penstock.bench.this_machine import disk_rate
 from penstock.machine import resctrl
-from penstock.machine.hardware import CGROUP_FILES, PciGpu, available_host_bytes, parse_cores, pci_gpus, usable_cores
+from penstock.machine.hardware import (
+    CGROUP_FILES,
+    PciGpu,
+    adam_cores,
+    available_host_bytes,
+    parse_cores,
+    pci_gpus,
+    shares_of_cores,
+    usable_cores,
+)
 
 Level = Literal["ok", "advice", "problem", "impossible"]
 GIB = 2**30
@@ -69,7 +78,7 @@ def examine(output_dir: Path, *, apply: bool = False, paths: Paths | None = None
         *disk(output_dir),
         *allocator(bool(gpus)),
         *hub(),
-        *memory_partitions(paths, apply=apply),
+        *memory_partitions(gpus, paths, apply=apply),
     ]
 
 
@@ -186,7 +195,7 @@ def numa(gpus: list[PciGpu], paths: Paths) -> Iterator[Finding]:
         command = f"numactl --cpunodebind={gpu.node} --membind={gpu.node} penstock train ..."
         if gpu.node >= 0 and mine - near:
             what = f"GPU {gpu.address} is on node {gpu.node}; this process may run on cores of other nodes too"
-            fix = f"CPU AdamW stays near by itself; bind the rest with: {command}"
+            fix = f"A run keeps to the cores near its GPU by itself; its memory too with: {command}"
             yield Finding("NUMA", "advice" if near else "problem", what if near else f"{what}, and on none of its", fix)
         else:
             yield Finding("NUMA", "ok", f"GPU {gpu.address}: bound to node {gpu.node}")
@@ -265,8 +274,8 @@ def hub(address: tuple[str, int] = ("huggingface.co", 443)) -> Iterator[Finding]
         yield Finding("token", "advice", "no Hub token", fix)
 
 
-def memory_partitions(paths: Paths, *, apply: bool) -> Iterator[Finding]:
-    """Caches and bandwidth, shared out between the cores that train and those that update."""
+def memory_partitions(gpus: list[PciGpu], paths: Paths, *, apply: bool) -> Iterator[Finding]:
+    """Caches and bandwidth, shared out between the cores that train and those that update, with a rank on each GPU."""
     found = resctrl.support(paths.resctrl, paths.proc / "filesystems")
     if not found.in_kernel:
         yield Finding("partitions", "ok", "no resctrl here (Intel RDT, AMD QoS or Arm MPAM): nothing to share out")
@@ -276,12 +285,13 @@ def memory_partitions(paths: Paths, *, apply: bool) -> Iterator[Finding]:
         yield Finding("partitions", "advice", "the kernel has resctrl, but it is not mounted", fix)
         return
     cores = usable_cores()
-    adam = cores[: max(1, int(len(cores) * 0.9))]  # as the engine takes them
+    near = [[core for core in cores if core in gpu.cores] or cores for gpu in gpus] or [cores]
+    adam = {core for share in shares_of_cores(near) for core in adam_cores(share) if share}  # as the engine takes them
     train = [core for core in cores if core not in adam]
-    if not train:
+    if not (train and adam):
         yield Finding("partitions", "ok", "too few cores to share out")
         return
-    groups = resctrl.partitions(train, adam, paths.resctrl)
+    groups = resctrl.partitions(train, sorted(adam), paths.resctrl)
     if apply:
         resctrl.apply(groups, paths.resctrl)
     for group in groups:

@@ -110,4 +110,7 @@ class Engine(Protocol):
         """Wait for all updates; what was recorded."""
 
     def release(self) -> None:
-        """Give back gradients and optimizer state; the weights stay."""
+        """Give back gradients and optimizer state; the weights stay.
+
+        The model has not been written yet: what a library fails at while it ends must not end the run.
+        """

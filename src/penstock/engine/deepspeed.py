@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
 from penstock.engine import MemoryUse, StepResult, UnitState
-from penstock.engine.deepspeed_config import LEAF_MODULES, deepspeed_json
+from penstock.engine.deepspeed_config import LEAF_MODULES, deepspeed_json, settled
 from penstock.engine.deepspeed_start import can_save, start_deepspeed
 from penstock.engine.native import decay_groups, mean_loss, measure_memory, module_names
 from penstock.engine.packed import PackedModel
 from penstock.engine.ranks import ALONE, World
-from penstock.errors import Diverged
+from penstock.errors import Diverged, RecipeError, did_you_mean
 from penstock.flow.timeline import Span, Timeline
 from penstock.machine.hardware import pick_device
 from penstock.model.attention import Segments
@@ -63,7 +64,8 @@ class DeepSpeedEngine:
     def __init__(
         self, model: PreTrainedModel, recipe: Recipe, say: Callable[[str], None], world: World = ALONE
     ) -> None:
-        self.model, self._recipe, self._world = model, recipe, world
+        recipe = settled(recipe)
+        self.model, self._recipe, self._say, self._world = model, recipe, say, world
         self._device = world.pick(pick_device(recipe.device))
         self._timeline = Timeline(self._device)
         self._cores = os.sched_getaffinity(0)
@@ -76,8 +78,8 @@ class DeepSpeedEngine:
         self._units = [(names[u.module], [by_parameter[p] for p in u.parameters]) for u in packed.decoder.units]
         # Before weights are cut, since they lose the number of dimensions that tells which decay.
         groups = [group for group in decay_groups(model, recipe.weight_decay) if group["params"]]
-        if leaves := {type(module) for module in model.modules() if type(module).__name__ in LEAF_MODULES}:
-            deepspeed.utils.set_z3_leaf_modules(model, list(leaves))
+        if leaves := leaf_classes(model, recipe):
+            deepspeed.utils.set_z3_leaf_modules(model, leaves)
         dtype = torch.bfloat16 if recipe.dtype == "bf16" else torch.float32
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -276,14 +278,17 @@ class DeepSpeedEngine:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Make a plain model of rank 0's again: whole weights, no hooks, nothing of DeepSpeed."""
+        """Make a plain model of rank 0's again: whole weights, no hooks, nothing of DeepSpeed.
+
+        The model is written after this, and of SuperOffload there is nothing else: weights come first, and what
+        DeepSpeed then fails at is said and not raised.
+        """
         fresh = {}
         for (_, weight), parameter in zip(self._gathered(), self.model.parameters(), strict=True):
             fresh[parameter] = nn.Parameter(weight.cpu().clone() if self._world.first else weight)
-        if self._recipe.mode == "superoffload":
-            self._zero.superoffload_cpu_optimizer.close()
-            os.sched_setaffinity(0, self._cores)  # it had left this process a tenth of them
-        self.engine.destroy()
+        for part in (self._end_worker, self._zero.parameter_offload.destroy, self.engine.destroy):
+            with self._failure_said():
+                part()
         for module in self.model.modules():
             module._parameters = {name: p if p is None else fresh[p] for name, p in module._parameters.items()}
         del self.engine, self._zero
@@ -293,6 +298,30 @@ class DeepSpeedEngine:
             num_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
             if torch.cuda.mem_get_info(self._device)[0] > 1.2 * num_bytes:
                 self.model.to(self._device)  # type: ignore[arg-type]
+
+    def _end_worker(self) -> None:
+        """Of SuperOffload: its process, and the cores that it took; it had left this process a tenth of them."""
+        if worker := getattr(self._zero, "superoffload_cpu_optimizer", None):
+            os.sched_setaffinity(0, self._cores)
+            worker.close()
+
+    @contextmanager
+    def _failure_said(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever it is, the model is worth more
+            what = f"DeepSpeed did not end cleanly ({type(error).__name__}: {error})"
+            self._say(f"WARNING: {what}. The trained weights are whole and are written next.")
+
+
+def leaf_classes(model: nn.Module, recipe: Recipe) -> list[type[nn.Module]]:
+    """The classes of the model that ZeRO-3 must gather as one: those that are known, and those of the recipe."""
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    for name in recipe.leaf_list:
+        if name not in classes:
+            what = f"the model has no module of the class {name!r}"
+            raise RecipeError(what, where=f"leaf_module = {recipe.leaf_module!r}", remedy=did_you_mean(name, classes))
+    return [classes[name] for name in dict.fromkeys([*LEAF_MODULES, *recipe.leaf_list]) if name in classes]
 
 
 def _remote(recipe: Recipe) -> dict[str, Any]:

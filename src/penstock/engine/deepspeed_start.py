@@ -44,6 +44,8 @@ def check_deepspeed(recipe: Recipe, device: torch.device, world: World, *, resum
     remedy = "--engine penstock saves; so does --mode zerooffload without --param-offload nvme."
     if resume:
         raise RecipeError(what, where="--resume", remedy=f"Leave --resume out. {remedy}")
+    if recipe.save_every:
+        raise RecipeError(what, where="save_every", remedy=f"Leave --save-every out. {remedy}")
     return f"{what}. {remedy}"
 
 
@@ -56,8 +58,10 @@ def start_deepspeed(device: torch.device, world: World) -> Any:
     with redirect_stdout(sys.stderr):  # standard output is for one JSON object, and DeepSpeed tells it what it builds
         import deepspeed
 
-        deepspeed.utils.logger.setLevel(logging.WARNING)
+        level = logging.getLogger("penstock").getEffectiveLevel()  # of --log-level, or warnings
+        deepspeed.utils.logger.setLevel(level)
         for handler in deepspeed.utils.logger.handlers:
+            handler.setLevel(level)
             handler.setStream(sys.stderr)
         if (found := deepspeed.accelerator.get_accelerator().device_name()) != device.type:
             what = f"DeepSpeed has settled on {found}, and the run is on {device.type}"

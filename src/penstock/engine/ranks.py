@@ -1,9 +1,9 @@
 """The processes of one run: who this one is, how they find each other, and what they must agree on.
 
 A run with one process has no process group at all; everything here is then what it looks like. With more, whoever
-started them says so in the environment: our own launcher (`launch.py`) and torchrun in torch's variables, srun in its
-own. Tensors on GPUs go through NCCL; a second group on the host (gloo) carries what the hosts must agree on without
-waiting for their GPUs, and checkpoints.
+started them says so in the environment: our own launcher (`launch.py`), torchrun and DeepSpeed's launcher in torch's
+variables, srun in its own. Tensors on GPUs go through NCCL; a second group on the host (gloo) carries what the hosts
+must agree on without waiting for their GPUs, and checkpoints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import RecipeError, UserError
-from penstock.machine.hardware import near_cores, usable_cores
+from penstock.machine.hardware import near_cores, shares_of_cores, usable_cores
 from penstock.update.norm import sum_over
 
 T = TypeVar("T")
@@ -114,16 +114,18 @@ ALONE = World()
 
 
 def find_world(environment: Mapping[str, str] = os.environ) -> World:
-    """What the environment says: torch's variables (our launcher, torchrun), or those of a SLURM step."""
+    """What the environment says: torch's variables (our launcher, torchrun, deepspeed), or those of a SLURM step."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+        if names[-1] not in environment and "LOCAL_SIZE" in environment:
+            names[-1] = "LOCAL_SIZE"  # DeepSpeed's own word
     elif _number(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # set by srun: a batch script alone is no step
         names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
     else:
         return ALONE
     missing = [name for name in names if name not in environment]
     if missing:
-        remedy = "Start it with torchrun, srun, or penstock train --gpus N."
+        remedy = "Start it with torchrun, deepspeed, srun, or penstock train --gpus N."
         raise RecipeError(f"{names[0]} is set and {missing[0]} is not", where="environment", remedy=remedy)
     return World(*(_number(environment[name]) for name in names))
 
@@ -172,24 +174,24 @@ def bind(world: World, device: torch.device) -> list[int]:
     """Keep this rank to its share of the cores near its device, and with them to their memory. Returns the cores.
 
     Ranks near the same cores split them, so that no CPU update takes the cores of another's. With fewer cores than
-    ranks nothing is bound: two ranks on one core would wait for each other.
+    ranks nothing is bound. A process alone keeps to the cores near its GPU.
     """
-    if not world.many:
-        return usable_cores()
     near = near_cores(device)
-    neighbours = _neighbours(world, near)
-    place, share = neighbours.index(world.rank), len(near) // len(neighbours)
-    if share:
-        os.sched_setaffinity(0, near[place * share : (place + 1) * share])
-        torch.set_num_threads(share)
-    else:
-        torch.set_num_threads(1)
+    if not world.many and near == usable_cores():
+        return near
+    own = _own_share(world, near)
+    if own:
+        os.sched_setaffinity(0, own)
+    torch.set_num_threads(max(1, len(own)))
     return usable_cores()
 
 
-def _neighbours(world: World, near: list[int]) -> list[int]:
-    """Ranks of this machine that are near the same cores."""
+def _own_share(world: World, near: list[int]) -> list[int]:
+    """This rank's cores: ranks of one machine tell each other what is near them."""
+    if not world.many:
+        return near
+    machine = world.rank - world.local_rank  # its first rank
     everyone: list[tuple[int, list[int]]] = [(0, [])] * world.size
-    dist.all_gather_object(everyone, (world.rank - world.local_rank, near))
-    mine = (world.rank - world.local_rank, near)
-    return [rank for rank, other in enumerate(everyone) if other == mine]
+    dist.all_gather_object(everyone, (machine, near))
+    here = [rank for rank, (other, _) in enumerate(everyone) if other == machine]
+    return shares_of_cores([everyone[rank][1] for rank in here])[here.index(world.rank)]

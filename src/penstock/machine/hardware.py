@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +14,9 @@ from penstock.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
+
+CPU_ADAM_CORES = 0.9
+"""Share of the cores near a GPU that update state in host memory, unless a recipe says otherwise."""
 
 
 def pick_device(choice: str) -> torch.device:
@@ -70,6 +74,24 @@ def near_cores(device: torch.device) -> list[int]:
     except (AttributeError, OSError, ValueError):
         return usable
     return [core for core in usable if core in near] or usable
+
+
+def adam_cores(near: Sequence[int], share: float = CPU_ADAM_CORES) -> list[int]:
+    """Of the cores near a GPU, those that update state in host memory; at least one."""
+    return list(near[: max(1, int(len(near) * share))])
+
+
+def shares_of_cores(near: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The cores of each rank of a machine, of what is near each: ranks near the same cores split them.
+
+    With fewer cores than ranks none gets a share: two ranks on one core would wait for each other.
+    """
+    found: list[list[int]] = []
+    for rank, cores in enumerate(near):
+        neighbours = [other for other, theirs in enumerate(near) if list(theirs) == list(cores)]
+        place, count = neighbours.index(rank), len(cores) // len(neighbours)
+        found.append(list(cores[place * count : (place + 1) * count]))
+    return found
 
 
 def parse_cores(text: str) -> set[int]:

@@ -1,9 +1,29 @@
-"""Model FLOPs: what a step has to compute at least, whatever is computed again."""
+"""FLOPs of a step, counted in two ways: what a model has to compute at least, and what the reference counts."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Any
+
 from torch import nn
 from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Of one token, on one GPU. Not a number where nobody counts."""
+
+    model: float = math.nan
+    """Forward and backward; recompute is not counted."""
+    reference: float = math.nan
+    """By the formula of DeepSpeedExamples' DeepSpeed-SuperOffload, which counts recompute."""
+
+
+def count_flops(model: PreTrainedModel, *, example: float, row: float, recompute: str, gpus: int = 1) -> Flops:
+    """Both counts, for examples and rows of so many tokens on average, of which attention sees one or the other."""
+    counted = flops_per_token(model, example), reference_flops_per_token(model, row, recompute)
+    return Flops(*(flops / gpus for flops in counted))
 
 
 def flops_per_token(model: PreTrainedModel, length: float) -> float:
@@ -18,11 +38,29 @@ def flops_per_token(model: PreTrainedModel, length: float) -> float:
     for module in model.modules():
         if isinstance(module, nn.Embedding) and (head is None or module.weight is not head.weight):
             weights -= module.weight.numel()
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if experts:
+    if experts := num_experts(config):
         in_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
         weights -= int(in_experts * (1 - config.num_experts_per_tok / experts))
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     attention = 12.0 * config.num_hidden_layers * heads * head_dim * length
     return float(6.0 * weights + attention)
+
+
+def reference_flops_per_token(model: PreTrainedModel, row: float, recompute: str) -> float:
+    """K (2 N + 4 L h s) for N weights, L layers of width h and rows of s tokens; k is 4 with full recompute, else 3.
+
+    All weights count, lookups too, and attention over the whole row, whatever is packed or padded in it. Models with
+    experts are not counted there, and so not here.
+    """
+    config = model.config.get_text_config()
+    if num_experts(config):
+        return math.nan
+    weights = sum(p.numel() for p in model.parameters())
+    attention = 4.0 * config.num_hidden_layers * config.hidden_size * row
+    return float((4 if recompute == "full" else 3) * (2.0 * weights + attention))
+
+
+def num_experts(config: Any) -> int:
+    """Experts of a layer, 0 for a dense model."""
+    return int(getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0)

@@ -243,6 +243,24 @@ def _load(
     return model, info
 
 
+def model_of_tensors(
+    recipe: Recipe, config: PreTrainedConfig, tensors: dict[str, torch.Tensor], say: Say
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model in fp32 on the host with these weights, under names of this version of transformers or an earlier one.
+
+    And what did not fit: names that are missing, too many, or of another shape.
+    """
+    config = copy.deepcopy(config)
+    drop_dropout(config, say)
+    if hasattr(config, "quantization_config"):  # of what the model was published in; these are plain numbers
+        del config.quantization_config
+    with quiet():
+        lazy: Any = tensors
+        model, info = _load(model_class(recipe, config), config, lazy, torch.float32, torch.device("cpu"))
+    model.config.name_or_path = recipe.model
+    return model, info
+
+
 def _gguf_model(config: PreTrainedConfig, source: Source, device: torch.device, say: Say) -> PreTrainedModel:
     """A GGUF file, dequantized. This one is not streamed: transformers unpacks it in host memory first."""
     where = source.directory / (source.gguf_file or "")

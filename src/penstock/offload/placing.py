@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from penstock.errors import DoesNotFit
-from penstock.machine.hardware import available_host_bytes, describe, near_cores
+from penstock.machine.hardware import CPU_ADAM_CORES, adam_cores, available_host_bytes, describe, near_cores
 from penstock.offload.dtensors import local
 from penstock.offload.misuse import check_homes
 from penstock.offload.rates import measure_rates
@@ -36,8 +36,6 @@ from penstock.plan.split import Manner, ModelBytes, Profile, Requirements, Room,
 
 Homes = Literal["auto"] | HomeName | Mapping[HomeName, float]
 UNKNOWN = Profile()
-CPU_ADAM_CORES = 0.9
-"""Share of the cores near the GPU that update the home `host`."""
 
 
 def placement_for(
@@ -73,7 +71,7 @@ def place(
     """The home of every chunk, and how much of `stream` may come before its update."""
     check_homes(homes)
     near = near_cores(trained.device)
-    cores = tuple(near[: max(1, int(len(near) * cpu_adam_cores))])
+    cores = tuple(adam_cores(near, cpu_adam_cores))
     bytes_after = _bytes_after(trained, profile)
     need = _requirements(trained, format, profile, manner, bytes_after)
     wholes = trained.whole_chunks(format)

@@ -227,9 +227,9 @@ _PRESETS = (
     _large("llama-8b", "meta-llama/Llama-3.1-8B", offload_ratio=0.8),
     _large("qwen3-14b", "Qwen/Qwen3-14B", offload_ratio=0.9),
     _large("phi-4", "microsoft/phi-4", offload_ratio=0.9),
-    _large("gpt-oss-20b", "openai/gpt-oss-20b", max_length=8192, bucket_size=800_000_000),
-    _large("seed-oss-36b", "ByteDance-Seed/Seed-OSS-36B-Instruct"),
-    _large("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"),
-    _large("llama-70b", "meta-llama/Llama-3.3-70B-Instruct"),
+    _large("gpt-oss-20b", "openai/gpt-oss-20b", max_length=8192, offload_ratio=0.9, bucket_size=800_000_000),
+    _large("seed-oss-36b", "ByteDance-Seed/Seed-OSS-36B-Instruct", offload_ratio=0.9),
+    _large("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", offload_ratio=0.9),
+    _large("llama-70b", "meta-llama/Llama-3.3-70B-Instruct", offload_ratio=0.9),
 )
 PRESETS: dict[str, Recipe] = {recipe.name: recipe for recipe in _PRESETS}

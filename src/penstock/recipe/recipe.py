@@ -45,7 +45,7 @@ class Recipe:
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Working precision of weights and arithmetic; masters are fp32 anyway. `auto`: fp32 on a CPU without bf16."""
     bind_cores: bool = True
-    """Keep each of several ranks to its share of the cores near its GPU. --no-bind-cores lets them run anywhere."""
+    """Keep to the cores near the GPU, of several ranks each to its share. --no-bind-cores lets them run anywhere."""
     reduce_dtype: Literal["bf16", "fp32"] = "bf16"
     """Precision in which several ranks add up their gradients. Those of fp32 weights are added in fp32 anyway."""
     attention: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"] = "auto"
@@ -75,6 +75,9 @@ class Recipe:
     """Engine deepspeed: where the weights lie while they are not used. `none`: on the GPU."""
     nvme_path: str | None = None
     """Engine deepspeed: directory on a local disk for --param-offload nvme."""
+    leaf_module: str | None = None
+    """Engine deepspeed: classes of modules that ZeRO-3 gathers as one, with commas, as those of experts must be. Known
+    without it: GptOssExperts, Qwen3MoeSparseMoeBlock."""
     deepspeed_config: str | None = None
     """Engine deepspeed: a JSON file whose values replace those of the generated configuration."""
 
@@ -179,6 +182,11 @@ class Recipe:
         return _words(self.tags)
 
     @property
+    def leaf_list(self) -> list[str]:
+        """The classes of modules that are gathered as one, beside those that are known."""
+        return _words(self.leaf_module or "")
+
+    @property
     def rows_at_once(self) -> int:
         """Rows in a micro-batch, with one rank."""
         return self.rows_on(1)
@@ -247,9 +255,12 @@ def _deepspeed_rules(r: Recipe) -> list[tuple[bool, str, str, str]]:
     """(kept, field, rule, remedy) of the fields that only the engine `deepspeed` reads, and of those it cannot."""
     ours, theirs = r.engine == "penstock", r.engine == "deepspeed"
     only = [
-        name for name in ("param_offload", "nvme_path", "deepspeed_config") if getattr(r, name) not in ("none", None)
+        name
+        for name in ("param_offload", "nvme_path", "leaf_module", "deepspeed_config")
+        if getattr(r, name) not in ("none", None)
     ]
-    not_saved = theirs and (r.mode == "superoffload" or r.param_offload == "nvme")
+    # A JSON of one's own may decide both; it is read later (`deepspeed_start.check_deepspeed`).
+    not_saved = theirs and not r.deepspeed_config and (r.mode == "superoffload" or r.param_offload == "nvme")
     use_ours = "Leave it out, or use --engine penstock."
     return [
         *((not ours, name, "only the engine deepspeed knows it", "Add --engine deepspeed.") for name in only),

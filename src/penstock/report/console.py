@@ -5,6 +5,7 @@ With --json the lines go to standard error, so that standard output holds exactl
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -125,10 +126,9 @@ class Console:
 
     def _step_line(self, row: StepRow, total_steps: int, seconds_left: float) -> None:
         width = len(str(total_steps))
-        rate = row.tokens / row.step_seconds
         line = (
             f"step {row.step:>{width}}/{total_steps}  loss {row.loss:7.4f}  lr {row.lr:.2e}  "
-            f"norm {row.grad_norm:6.2f}  {rate:8,.0f} tokens/s"
+            f"norm {row.grad_norm:6.2f}  {speed(row.tokens_per_s, row.model_tflops, row.reference_tflops, 8)}"
         )
         line += "  skipped: gradient not finite" if row.skipped else f"  {_clock(seconds_left)} left"
         self.say(line)
@@ -141,7 +141,11 @@ class Console:
             ("loss", f"{summary.loss_first:.4f} at the first step, {summary.loss_last:.4f} at the last"),
             ("eval loss", "" if summary.eval_loss is None else f"{summary.eval_loss:.4f}"),
             ("tokens", f"{summary.tokens:,}, of them {summary.trained_tokens:,} trained on"),
-            ("speed", f"{summary.tokens_per_s:,.0f} tokens/s, {_clock(summary.seconds)} in all"),
+            (
+                "speed",
+                f"{speed(summary.tokens_per_s, summary.model_tflops, summary.reference_tflops)}, "
+                f"{_clock(summary.seconds)} in all",
+            ),
             ("prompt", summary.answer.prompt if summary.answer else ""),
             ("  before", summary.answer.before if summary.answer else ""),
             ("  after", summary.answer.after if summary.answer else ""),
@@ -152,6 +156,21 @@ class Console:
         for name, value in rows:
             if value:
                 self.say(f"  {name:<10}{value}")
+
+
+def speed(tokens_per_s: float, model_tflops: float, reference_tflops: float, width: int = 0) -> str:
+    """Tokens of all GPUs and FLOPs of one: the model's, and behind them what the reference's formula counts."""
+    text = f"{tokens_per_s:{width},.0f} tokens/s"
+    if math.isfinite(model_tflops):
+        text += f"  {short(model_tflops)} TFLOP/s"
+    if math.isfinite(reference_tflops):
+        text += f" (reference {short(reference_tflops)})"
+    return text
+
+
+def short(number: float) -> str:
+    """Three digits that matter, never in powers of ten."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}" if number >= 0.001 else f"{number:.6f}"
 
 
 def _clock(seconds: float) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine import StepResult
+from penstock.model.flops import Flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,12 @@ class StepRow:
     trained_tokens: int
     step_seconds: float
     skipped: bool
+    tokens_per_s: float = math.nan
+    """Of all GPUs. This and what follows is not in files of earlier versions."""
+    model_tflops: float = math.nan
+    """FLOPs of the model, recompute not counted, of one GPU; in TFLOP/s."""
+    reference_tflops: float = math.nan
+    """The same by the reference's formula; null where it counts nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +62,9 @@ class Summary:
     tokens: int
     trained_tokens: int
     tokens_per_s: float
+    model_tflops: float
+    """Of one GPU, over all steps; and by the reference's formula."""
+    reference_tflops: float
     seconds: float
     skipped_steps: int
     model_dir: str
@@ -85,9 +95,11 @@ class Metrics:
         on_row: Callable[[StepRow], None],
         on_eval: Callable[[EvalRow], None] = lambda row: None,
         *,
+        flops: Flops = Flops(),  # noqa: B008  # it is frozen
         write: bool = True,
     ) -> None:
         """Without `write` the rows are kept in memory only: of several ranks one writes."""
+        self._flops = flops
         self.rows: list[StepRow] = []
         self.evals: list[EvalRow] = []
         self._run_dir, self._on_row, self._on_eval, self._write = run_dir, on_row, on_eval, write
@@ -133,8 +145,16 @@ class Metrics:
         loss, grad_norm, skipped = result.loss, result.grad_norm, result.skipped
         seconds = time.perf_counter() - self._clock
         self.start_clock()
+        rate = facts.tokens / seconds
         row = StepRow(
-            **dataclasses.asdict(facts), loss=loss, grad_norm=grad_norm, skipped=skipped, step_seconds=seconds
+            **dataclasses.asdict(facts),
+            loss=loss,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            step_seconds=seconds,
+            tokens_per_s=rate,
+            model_tflops=self._flops.model * rate / 1e12,
+            reference_tflops=self._flops.reference * rate / 1e12,
         )
         self.rows.append(row)
         self._append("metrics.jsonl", row)

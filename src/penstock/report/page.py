@@ -21,6 +21,7 @@ from jinja2 import Environment, StrictUndefined
 from penstock.errors import OutputError, RecipeError
 from penstock.recipe.recipe import Recipe, to_dict
 from penstock.report.charts import Chart, curve_charts, place_charts, theme
+from penstock.report.console import short
 from penstock.report.runs import RunRecord, overlap, read_runs
 
 PAGE = "report.html"
@@ -143,11 +144,20 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
             f"{len(steps):,}" + (f", {skipped} skipped" if skipped else "") + ("" if run.ended else ", not ended"),
         ),
         ("tokens a second", f"{tokens / seconds:,.0f}" if seconds else ""),
+        ("model TFLOP/s, one GPU", _mean_rate(steps, "model_tflops")),
+        ("by the reference's formula", _mean_rate(steps, "reference_tflops")),
         ("tokens", f"{tokens:,}"),
         ("time in steps", str(timedelta(seconds=round(seconds)))),
         ("optimizer state", _bytes(state) if state else ""),
     ]
     return [(name, value) for name, value in found if value]
+
+
+def _mean_rate(steps: list[dict[str, Any]], name: str) -> str:
+    """Over all steps that have one: rows of earlier versions have none."""
+    found = [(row[name], row["step_seconds"]) for row in steps if row.get(name) is not None]
+    seconds = sum(time for _, time in found)
+    return short(sum(rate * time for rate, time in found) / seconds) if seconds else ""
 
 
 def _plan(run: RunRecord) -> list[tuple[str, str, str, str]]:

@@ -56,16 +56,16 @@ class Sources:
     """Share of the time in which each lane was busy, in the step that was recorded; empty before."""
     totals: Mapping[str, int] = field(default_factory=dict)
     """Bytes that each place has."""
-    flops_per_token: float = 0.0
     peak_flops: float = 0.0
+    """Of one GPU, as the FLOPs of a row are."""
 
 
-def sources_of(recorder: Recorder, device: torch.device, flops_per_token: float) -> Sources:
+def sources_of(recorder: Recorder, device: torch.device) -> Sources:
     """What there is to ask in a run."""
     totals = {"host": int(psutil.virtual_memory().total)}
     if device.type == "cuda":
         totals["gpu"] = torch.cuda.get_device_properties(device).total_memory
-    return Sources(recorder.memory, recorder.lanes, totals, flops_per_token, peak_flops(describe(device)))
+    return Sources(recorder.memory, recorder.lanes, totals, peak_flops(describe(device)))
 
 
 class Panel:
@@ -143,15 +143,15 @@ class Panel:
         row, sources = self._row, self._sources
         assert row is not None, "drawn only after a step"
         rate = row.tokens / row.step_seconds if row.step_seconds else 0.0
-        flops = sources.flops_per_token * rate
-        share = f" ({flops / sources.peak_flops:.0%} of {sources.peak_flops / 1e12:,.0f})" if sources.peak_flops else ""
+        peak = sources.peak_flops / 1e12
+        share = f" ({row.model_tflops / peak:.0%} of {peak:,.0f})" if peak else ""
         found = [
             ("loss", f"{row.loss:.4f}"),
             ("eval", "" if math.isnan(self._eval) else f"{self._eval:.4f}"),
             ("lr", f"{row.lr:.2e}"),
             ("norm", f"{row.grad_norm:.2f}"),
             ("tokens/s", f"{rate:,.0f}"),
-            ("TFLOP/s", f"{flops / 1e12:.3g}{share}" if flops else ""),
+            ("TFLOP/s", f"{row.model_tflops:.3g}{share}" if math.isfinite(row.model_tflops) else ""),
             ("skipped", f"{self._skipped}" if self._skipped else ""),
         ]
         shown = [(name, value) for name, value in found if value]

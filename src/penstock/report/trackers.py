@@ -142,6 +142,8 @@ class Trackers:
             "train/grad_norm": row.grad_norm,
             "train/skipped": float(row.skipped),
             "speed/tokens_per_s": row.tokens / row.step_seconds if row.step_seconds else math.nan,
+            "speed/model_tflops": row.model_tflops,
+            "speed/reference_tflops": row.reference_tflops,
             "speed/trained_tokens_per_s": row.trained_tokens / row.step_seconds if row.step_seconds else math.nan,
         }
         self._tell(row.step, values)

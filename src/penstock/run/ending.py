@@ -18,6 +18,7 @@ import torch
 from penstock.checkpoint.run_dir import CHECKPOINTS
 from penstock.checkpoint.store import find
 from penstock.errors import DISK_IS_FULL, DoesNotFit, Interrupted, OutputError
+from penstock.machine.launch import ERRORS
 from penstock.machine.signals import handling
 from penstock.recipe.recipe import Recipe
 
@@ -30,13 +31,18 @@ class Stop:
 
 @contextmanager
 def signals() -> Iterator[Stop]:
-    """SIGTERM and Ctrl-C end the run after the current step; a second one ends it at once."""
+    """SIGTERM and Ctrl-C end the run after the current step; a second one ends it at once.
+
+    Launchers other than ours answer a Ctrl-C, which the terminal gives to their ranks too, with a SIGTERM to each: that
+    is the same request once more.
+    """
     stop = Stop()
+    launched = "RANK" in os.environ and ERRORS not in os.environ
 
     def handle(number: int, _: object) -> None:
-        if stop.number:
+        if stop.number and not (launched and (stop.number, number) == (signal.SIGINT, signal.SIGTERM)):
             os._exit(128 + number)
-        stop.number = number
+        stop.number = stop.number or number
 
     with handling(handle, signal.SIGTERM, signal.SIGINT):
         yield stop

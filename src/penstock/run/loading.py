@@ -17,7 +17,7 @@ from penstock.engine.fsdp import load_for_ranks
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE, World
 from penstock.machine.hardware import describe
-from penstock.model.flops import flops_per_token
+from penstock.model.flops import Flops, count_flops
 from penstock.model.load import load_model
 from penstock.report.console import Console
 from penstock.run.ending import memory_advice
@@ -32,7 +32,7 @@ class Loaded:
     engine: Engine
     identity: Identity
     """What every checkpoint will say of the run."""
-    flops_per_token: float
+    flops: Flops
 
 
 def load_engine(start: Start, console: Console, world: World, *, resume_anyway: bool) -> Loaded:
@@ -48,12 +48,24 @@ def load_engine(start: Start, console: Console, world: World, *, resume_anyway: 
             check_same_model(saved, fingerprint, anyway=resume_anyway)
         num_params = sum(p.numel() for p in model.parameters())
         console.say(f"  {num_params / 1e6:,.1f} M parameters on {world.times}{describe(run.device)}")
-        per_token = flops_per_token(model, run.data.train.mean_length)
+        flops = flops_of(model, run, world)
     with console.phase(f"Making ready to train in mode {recipe.mode}"), memory_advice(recipe, world.size):
         engine, before = start_engine(model, remainders, run, saved, console, world)
     check_disk_of(engine, run, start.first_step, world)
     identity = Identity.of(recipe, run.total_steps, run.data.fingerprint, fingerprint, before, model)
-    return Loaded(engine, identity, per_token)
+    return Loaded(engine, identity, flops)
+
+
+def flops_of(model: PreTrainedModel, run: Run, world: World) -> Flops:
+    """What a token of this run costs each GPU."""
+    rows = run.data.train
+    return count_flops(
+        model,
+        example=rows.mean_length,
+        row=rows.num_tokens / rows.num_rows,
+        recompute=run.recipe.recompute,
+        gpus=world.size,
+    )
 
 
 def load(run: Run, console: Console, world: World) -> tuple[PreTrainedModel, dict[nn.Parameter, Tensor]]:

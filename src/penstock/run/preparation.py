@@ -18,6 +18,7 @@ from penstock.bench.this_machine import known_machine, this_machine
 from penstock.checkpoint.resume import Saved, as_begun, check_same_run, find_start, goes_on_in, verify_saved
 from penstock.checkpoint.run_dir import check_room, check_run_dir
 from penstock.data.loader import Dataset, Position, prepare
+from penstock.engine.deepspeed_config import settled
 from penstock.engine.deepspeed_start import can_save, check_deepspeed
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import UserError, counted
@@ -67,6 +68,7 @@ class Start:
 def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resume: bool = False) -> Run:
     """Everything that can be wrong without loading a weight is found here."""
     device = world.pick(pick_device(recipe.device))
+    recipe = settle(recipe, console)
     if warning := check_deepspeed(recipe, device, world, resume=resume):
         console.say(f"WARNING: {warning}")
     recipe = replace(recipe, keep=recipe.keep if can_save(recipe) else 0)
@@ -81,6 +83,15 @@ def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resum
     total_steps = min(steps, recipe.max_steps) if recipe.max_steps else steps
     recipe = replace(recipe, data_format=data.data_format)  # so that `generate` asks as the rows did
     return Run(recipe, device, config, tokenizer, data, total_steps)
+
+
+def settle(recipe: Recipe, console: Console) -> Recipe:
+    """The recipe with what a JSON of one's own decides for DeepSpeed, and a line that says so."""
+    decided, before = settled(recipe), to_dict(recipe)
+    changes = [f"{name} = {value}" for name, value in to_dict(decided).items() if value != before[name]]
+    if changes:
+        console.say(f"{recipe.deepspeed_config} decides: {', '.join(changes)}")
+    return decided
 
 
 def check_disk(run: Run, first_step: int, checkpoint_bytes: int, weight_bytes: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,13 +64,13 @@ def train(
         if world.first:
             make_run_dir(recipe, world, keep_checkpoints=start.saved is not None and own)
             note_ranks(recipe.run_dir, world, describe(run.device))
-        records = begin_or_go_on(start, loaded.engine, trackers, console, world)
+        records = begin_or_go_on(start, loaded, trackers, console, world)
         with signals() as stop:
-            sources = sources_of(records.recorder, run.device, loaded.flops_per_token)
+            sources = sources_of(records.recorder, run.device)
             watched = console.training(recipe.name, run.total_steps, sources, records.metrics.rows)
             with watched, memory_advice(recipe, world.size), disk_advice(recipe.run_dir):
                 run_steps(start, loaded, records, stop, console, world)
-            records.recorder.close()
+            close_recorder(records.recorder, console)
             loaded.engine.release()
             last_step = records.metrics.rows[-1].step
             cut_off = last_step < run.total_steps
@@ -128,9 +128,9 @@ class Records:
     """Facts for the report."""
 
 
-def begin_or_go_on(start: Start, engine: Engine, trackers: Trackers, console: Console, world: World) -> Records:
+def begin_or_go_on(start: Start, loaded: Loaded, trackers: Trackers, console: Console, world: World) -> Records:
     """Open the records; of a run that goes on, with its rows so far, and the engine as it was saved."""
-    run, plan, run_dir = start.run, start.plan, start.run.recipe.run_dir
+    run, plan, run_dir, engine = start.run, start.plan, start.run.recipe.run_dir, loaded.engine
     progress = Progress(run.recipe, run.total_steps, console, plan)
 
     def seen(row: StepRow) -> None:
@@ -141,7 +141,7 @@ def begin_or_go_on(start: Start, engine: Engine, trackers: Trackers, console: Co
         trackers.evaluated(row)
         console.evaluated(row)
 
-    metrics = Metrics(run_dir, on_row=seen, on_eval=evaluated, write=world.first)
+    metrics = Metrics(run_dir, on_row=seen, on_eval=evaluated, flops=loaded.flops, write=world.first)
     if saved := start.saved:
         with console.phase(f"Taking up the run after step {saved.step:,}"):
             metrics.restore(world.share(lambda: saved_metrics(saved)))
@@ -190,6 +190,14 @@ def run_steps(start: Start, loaded: Loaded, records: Records, stop: Stop, consol
     metrics.settle()
 
 
+def close_recorder(recorder: Recorder, console: Console) -> None:
+    """Write what is known of memory while state is there. The model is not written yet, and is worth more."""
+    try:
+        recorder.close()
+    except Exception as error:
+        console.say(f"WARNING: the report will lack some facts ({type(error).__name__}: {error})")
+
+
 def lr_at(recipe: Recipe, step: int, total_steps: int) -> float:
     """Learning rate of a step, counted from 1: rises over the warm-up, then follows the schedule down."""
     warmup_steps = round(recipe.warmup * total_steps)
@@ -233,9 +241,18 @@ def summarize(metrics: Metrics, run_dir: Path, dialogue: Answer | None) -> Summa
         tokens=tokens,
         trained_tokens=sum(row.trained_tokens for row in rows),
         tokens_per_s=tokens / seconds,
+        model_tflops=mean_rate(rows, "model_tflops"),
+        reference_tflops=mean_rate(rows, "reference_tflops"),
         seconds=seconds,
         skipped_steps=sum(row.skipped for row in rows),
         model_dir=str(run_dir / "model"),
         run_dir=str(run_dir),
         answer=dialogue,
     )
+
+
+def mean_rate(rows: Sequence[StepRow], name: str) -> float:
+    """Over the time of all steps that have it: those of a run that an earlier version began have not."""
+    found = [(getattr(row, name), row.step_seconds) for row in rows if math.isfinite(getattr(row, name))]
+    seconds = sum(time for _, time in found)
+    return float(sum(rate * time for rate, time in found) / seconds) if seconds else math.nan
