@@ -30,6 +30,8 @@ class _Note:
     done: threading.Event = field(default_factory=threading.Event)
 
 
+MOST_SECONDS = 60.0
+"""That a new optimizer waits for: where the device has failed, what was dropped never comes to an end."""
 _NOTES: queue.SimpleQueue[_Note] = queue.SimpleQueue()
 _HOOKS: list[RemovableHandle] = []
 _THREADS: list[threading.Thread] = []
@@ -66,6 +68,6 @@ def wait_for_dropped() -> None:
         _THREADS[-1].start()
     note = _Note()
     _NOTES.put(note)
-    note.done.wait()
+    note.done.wait(MOST_SECONDS)
     while _HOOKS:
         _HOOKS.pop().remove()
