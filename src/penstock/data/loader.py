@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.data.forms import Format
 from penstock.data.packing import Ints, Packing, one_a_row, pack_best_fit, pack_in_order
 from penstock.data.source import open_source
 from penstock.data.store import Store, notes, open_store
 from penstock.data.template import pad_id
-from penstock.data.turns import Format
 from penstock.errors import DataError
 from penstock.recipe.recipe import Recipe
 
@@ -210,8 +210,8 @@ class Dataset:
     """Changes with anything that changes a step's examples; a resumed run must find the same."""
 
     @property
-    def data_format(self) -> Format:
-        """The form that the training rows were found to have."""
+    def data_format(self) -> Format | None:
+        """The form that the training rows were found to have; None if parts of them differ."""
         return self.train.store.data_format
 
 

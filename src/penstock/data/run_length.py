@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from penstock.data.files import READERS, read_file
+from penstock.data.files import file_kind, read_file
 from penstock.plan.report import RunLength
 from penstock.recipe.recipe import Recipe
 
@@ -60,8 +60,8 @@ def _files(data: str) -> list[Path]:
         return [Path(str(resources.files("penstock.demo") / "examples.jsonl"))]
     path = Path(data).expanduser()
     if path.is_dir():
-        return sorted(p for p in path.iterdir() if p.suffix.lower() in READERS and not p.name.startswith("."))
-    return [path] if path.is_file() and path.suffix.lower() in READERS else []
+        return sorted(p for p in path.iterdir() if file_kind(p) and not p.name.startswith("."))
+    return [path] if path.is_file() and file_kind(path) else []
 
 
 def _count(files: Iterable[Path], max_length: int) -> tuple[int, float] | None:

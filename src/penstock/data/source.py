@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.data.files import READERS, Row, read_file
+from penstock.data.files import KINDS, Row, file_kind, read_file
+from penstock.data.rows import Piece
 from penstock.errors import DataError
 
 _HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(?::[\w.-]+)?")
@@ -33,6 +34,14 @@ class Source:
     files: tuple[str, ...]
     fingerprint: str
     read: Callable[[], Iterator[Row]]
+    pieces: Callable[[], Iterator[Piece]] | None = None
+    """The same rows in pieces that another process can be given, if they come from files."""
+    num_bytes: int = 0
+    """How much there is to read, about."""
+    parts: tuple[Source, ...] = ()
+    """What it is made of, if it was named as several."""
+    weight: float | None = None
+    """Of a part: its share of the examples, before all shares are brought to 1."""
 
 
 def open_source(name: str, split: str, say: Callable[[str], None]) -> Source:
@@ -59,7 +68,7 @@ def open_source(name: str, split: str, say: Callable[[str], None]) -> Source:
 
 def _files_in(directory: Path) -> list[Path]:
     """The data files of a directory in the order of their names; anything else in it (a README) is passed over."""
-    paths = sorted(p for p in directory.iterdir() if p.suffix.lower() in READERS and not p.name.startswith("."))
+    paths = sorted(p for p in directory.iterdir() if file_kind(p) and not p.name.startswith("."))
     if not paths:
         raise DataError("no data file in the directory", where=str(directory), remedy=f"Put {_kinds()} files into it.")
     return paths
@@ -68,7 +77,7 @@ def _files_in(directory: Path) -> list[Path]:
 def _open_files(name: str, paths: list[Path], say: Callable[[str], None]) -> Source:
     digest = hashlib.sha256()
     for path in paths:
-        if path.suffix.lower() not in READERS:
+        if not file_kind(path):
             what = f"files {f'of type {path.suffix}' if path.suffix else 'without an extension'} are not read"
             raise DataError(what, where=str(path), remedy=f"Convert it to one of {_kinds()}.")
         digest.update(path.suffix.lower().encode() + _file_digest(path, say))
@@ -92,7 +101,7 @@ def _file_digest(path: Path, say: Callable[[str], None]) -> bytes:
 
 
 def _kinds() -> str:
-    return ", ".join(READERS)
+    return ", ".join(KINDS)
 
 
 def _near(path: Path) -> str:
@@ -111,7 +120,7 @@ def _near(path: Path) -> str:
 def _looks_like_hub(name: str) -> bool:
     """`owner/name` or `name`, with an optional `:configuration`. A word with a dot and no owner is a file name."""
     last = name.rpartition("/")[2]
-    is_file_name = Path(name).suffix.lower() in READERS or ("/" not in name and "." in last)
+    is_file_name = file_kind(Path(name)) != "" or ("/" not in name and "." in last)
     return _HUB_NAME.fullmatch(name) is not None and not is_file_name
 
 
