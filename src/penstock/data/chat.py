@@ -9,7 +9,7 @@ needs a header for each model, and finds it inside what users write.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.data.facts import EndToken, TokenizerFacts
@@ -126,7 +126,7 @@ class ChatTemplate:
         The first place after the response before was rejected: a question may hold the answer ("Is it yes or no?").
         """
         thought, answer = _parts(turns[i].content)
-        marked = replace(turns[i], content=thought + _MARK + turns[i].content[len(thought + answer) :])
+        marked = turns[i]._replace(content=thought + _MARK + turns[i].content[len(thought + answer) :])
         try:
             shown = self._apply([*turns[:i], marked, *turns[i + 1 :]], where="")
         except UserError:  # it asks something of the contents that a marker does not meet

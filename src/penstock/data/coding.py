@@ -125,7 +125,7 @@ class Coder:
             return None
         mask[:1] = b"\x00"
         del mask[limit:]
-        if not any(mask):
+        if 1 not in mask:
             reason = "response begins beyond max_length" if too_long else "no token to train on"
             tally.dropped[reason].add(self._place(row))
             return None
@@ -169,7 +169,7 @@ class _Part:
     def encoded(self) -> Encoded:
         lengths = np.array([len(tokens) for tokens in self._ids], dtype=np.int64)
         ids = np.fromiter(itertools.chain.from_iterable(self._ids), dtype=np.uint32, count=int(lengths.sum()))
-        trained = np.array([sum(mask) for mask in self._masks], dtype=np.int32)
+        trained = np.array([mask.count(1) for mask in self._masks], dtype=np.int32)
         tally = self.tally
         tally.kept, tally.tokens, tally.trained_tokens = len(lengths), len(ids), int(trained.sum())
         tally.max_token_id = int(ids.max()) if len(ids) else 0

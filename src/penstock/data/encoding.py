@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _PIECE_ROWS = 1000
 _SAY_EVERY_S = 2.0
-_WORTH_BYTES = 16 << 20
+_WORTH_BYTES = 8 << 20
 """A source of this size takes longer to tokenize than processes take to start."""
 
 DTYPES: dict[str, type[np.generic]] = {
@@ -60,6 +60,8 @@ class Written:
     """None if the parts of the source have different forms."""
     counts: Counts
     checksums: dict[str, str]
+    parts: tuple[int, ...]
+    """Examples of each part of the source."""
 
 
 class _Column:
@@ -124,12 +126,14 @@ def write_examples(
         columns["offsets"].append([0])
         encoded = encode_in(job, tasks, processes) if several else encode_here(job, tasks)
         tally, progress = Tally(), _Progress(source, say)
+        parts = [0] * max(1, len(source.parts))
         for task, part in encoded:
             _append(columns, part, tally.tokens)
             tally.merge(part.tally)
+            parts[task.part] += part.tally.kept
             progress.say(tally, task.piece.done)
         checksums = {name: column.close() for name, column in columns.items()}
-    return Written(next(iter(forms)) if len(forms) == 1 else None, tally.counts(), checksums)
+    return Written(next(iter(forms)) if len(forms) == 1 else None, tally.counts(), checksums, tuple(parts))
 
 
 def _append(columns: dict[str, _Column], part: Encoded, tokens_before: int) -> None:
@@ -142,7 +146,7 @@ def _append(columns: dict[str, _Column], part: Encoded, tokens_before: int) -> N
 
 def _tasks(source: Source, recipe: Recipe, forms: dict[Format, None]) -> Iterator[Task]:
     """Every piece of every part, with the form that the first row of the part has."""
-    for part in source.parts or (source,):
+    for number, part in enumerate(source.parts or (source,)):
         pieces = part.pieces() if part.pieces else _pieces(part)
         form: Format | None = None if recipe.data_format == "auto" else recipe.data_format
         for piece in pieces:
@@ -152,7 +156,7 @@ def _tasks(source: Source, recipe: Recipe, forms: dict[Format, None]) -> Iterato
                     continue
                 form = detect_format(rename(row, parse_columns(recipe.columns) or ()))
             forms[form] = None
-            yield Task(piece, form)
+            yield Task(piece, form, number)
 
 
 def _pieces(source: Source) -> Iterator[Piece]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from penstock.data.files import Row
@@ -81,10 +82,15 @@ def filled(value: Any) -> bool:
 
 def spelling_of(row: Row, form: Format) -> Spelling:
     """How a row of this form spells its columns; the first way of all if it lacks them."""
+    return _spelling(tuple(row.fields), form)
+
+
+@lru_cache(maxsize=1024)
+def _spelling(columns: tuple[str, ...], form: Format) -> Spelling:
     ways = [way for way in SPELLINGS if way.format == form]
     if form == "messages":  # a row with both has always been read by `messages`
         ways.reverse()
-    return next((way for way in ways if all(column in row.fields for column in way.columns)), ways[0])
+    return next((way for way in ways if {*way.columns} <= {*columns}), ways[0])
 
 
 def detect_format(row: Row) -> Format:

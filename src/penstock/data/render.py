@@ -1,12 +1,15 @@
 """One conversation through the jinja template of a tokenizer.
 
 transformers runs it, in its sandbox. Its function is called and not the tokenizer's method, which does nothing more
-for plain text and would bring torch into every process.
+for plain text and would bring torch into every process. Conversations of plain text, which are nearly all, go to the
+compiled template itself: what transformers does before that is for other objects than text, and takes as long as the
+template. The first of them goes both ways, and if the results differ, all go the long one.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -40,6 +43,8 @@ class Renderer:
 
     def __init__(self, facts: TokenizerFacts) -> None:
         self._named, self._method = dict(facts.named), facts.method
+        self._quick: Callable[[list[dict[str, Any]]], str] | None = None
+        self._is_compared = False
         self.template, self._tool_template = (
             _TODAY.sub(lambda call: f"'{DAY.strftime(call[2])}'", text)
             for text in (facts.chat_template, facts.tool_template)
@@ -52,10 +57,13 @@ class Renderer:
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        is_plain = not tools and not generation_prompt and not self._method
         try:
             if not turns:
                 raise ValueError("there is no turn")
             conversation = [_message(turn) for turn in turns]
+            if is_plain and self._quick and all(len(message) == 2 for message in conversation):
+                return self._quick(conversation)
             asked: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": generation_prompt}
             template = self._tool_template if tools else self.template
             if self._method:
@@ -64,7 +72,30 @@ class Renderer:
         except (TemplateError, TypeError, ValueError) as error:
             remedy = "Change the turns to what the model's chat template takes, or use --template alpaca."
             raise DataError(f"the chat template refuses the row: {error}", where=where, remedy=remedy) from error
-        return str(rendered[0][0])
+        text = str(rendered[0][0])
+        if is_plain and not self._is_compared and all(len(message) == 2 for message in conversation):
+            self._is_compared = True
+            quick = _compiled(template, self._named)
+            self._quick = quick if quick and quick(conversation) == text else None
+        return text
+
+
+def _compiled(template: str, named: dict[str, Any]) -> Callable[[list[dict[str, Any]]], str] | None:
+    """The template as jinja runs it, if transformers still says how it compiles one."""
+    from transformers.utils import chat_template_utils
+
+    compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
+    if compile_template is None:
+        return None
+    compiled = compile_template(template)
+    always = {**compiled.globals, "tools": None, "documents": None, "add_generation_prompt": False, **named}
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        # With all variables at hand, jinja need not put its own and ours together anew for every row.
+        context = compiled.new_context({**always, "messages": messages}, shared=True)
+        return "".join(compiled.root_render_func(context))
+
+    return render
 
 
 def _message(turn: Turn) -> dict[str, Any]:

@@ -63,6 +63,8 @@ class Store:
     trained: npt.NDArray[np.int32]
     """Trained tokens of every example."""
     places: npt.NDArray[np.int64]
+    parts: tuple[int, ...]
+    """Examples of each part of its source, one after another."""
     keep: object = None
     """Owner of a temporary directory, which goes when the store goes."""
 
@@ -246,10 +248,10 @@ def _load(directory: Path, files: tuple[str, ...]) -> Store | None:
                 if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != checksum:
                     return None
         arrays: dict[str, Any] = {name: np.memmap(directory / name, dtype, "r") for name, dtype in DTYPES.items()}
-        written = Written(entry["data_format"], _counts(entry["counts"]), entry["checksums"])
+        written = Written(entry["data_format"], _counts(entry["counts"]), entry["checksums"], tuple(entry["parts"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Store(directory.name, files, written.data_format, written.counts, **arrays)
+    return Store(directory.name, files, written.data_format, written.counts, parts=written.parts, **arrays)
 
 
 def _counts(values: dict[str, Any]) -> Counts:

@@ -11,7 +11,6 @@ trainer that renders with the tokenizer's own template. In rows of plain text it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.data.chat import ChatTemplate
@@ -98,8 +97,8 @@ class Template:
         both: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         for span, turn in zip(example.spans, responses, strict=True):
             both[turn.trained].append(span)
-        spells_token = any(self._end.special.search(part) for turn in turns for part in (turn.content, turn.input))
-        return replace(example, spans=tuple(both[1]), untrained=tuple(both[0]), spells_token=spells_token)
+        said = "\x00".join([part for turn in turns for part in (turn.content, turn.input)])
+        return Example(example.text, tuple(both[1]), self._end.special.search(said) is not None, tuple(both[0]))
 
     def _refuse_tools(self, turns: list[Turn], tools: tuple[object, ...], where: str) -> None:
         """Refuse what only a chat template has a place for."""

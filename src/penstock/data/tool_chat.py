@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from penstock.data.facts import EndToken
@@ -56,7 +55,7 @@ class ToolChat:
         if self._leaves_out(turns, tools) != _THOUGHTS:
             return turns
         return [
-            replace(turn, content=f"<think>\n{turn.thought}\n{THOUGHT_ENDS}\n\n{turn.content}", thought="")
+            turn._replace(content=f"<think>\n{turn.thought}\n{THOUGHT_ENDS}\n\n{turn.content}", thought="")
             if turn.thought
             else turn
             for turn in turns
@@ -100,7 +99,7 @@ class ToolChat:
             calls = tuple(Call(mark(_CALLS), {mark(_CALLS): mark(_CALLS)}, call.id) for call in turn.calls)
             content = mark(_OUTPUTS) if turn.role == "tool" else turn.content
             thought = mark(_THOUGHTS) if turn.thought and i == len(turns) - 1 else turn.thought
-            marked.append(replace(turn, calls=calls, content=content, thought=thought))
+            marked.append(turn._replace(calls=calls, content=content, thought=thought))
         function = {"name": mark(_TOOLS), "description": "", "parameters": {"type": "object", "properties": {}}}
         try:
             text = self._render(marked, "", tools=({"type": "function", "function": function},) if tools else ())
@@ -143,7 +142,7 @@ class ToolChat:
 
     def _by_markers(self, text: str, turns: list[Turn], tools: tuple[Any, ...]) -> list[Span] | None:
         """With markers for what others say, a response is all between two of them but headers."""
-        marked = [t if t.role == "assistant" else replace(t, content=_name(i), input="") for i, t in enumerate(turns)]
+        marked = [t if t.role == "assistant" else t._replace(content=_name(i), input="") for i, t in enumerate(turns)]
         responses = list(_responses(turns))
         alone = all(i and turns[i - 1].role != "assistant" for i in responses)
         try:

@@ -10,7 +10,7 @@ counted with the reason.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.data.files import Row
@@ -133,7 +133,7 @@ def _exchange(row: Row, way: Spelling) -> list[Turn]:
             said[column] = _messages(row, column)
         else:
             said[column] = [Turn(role, _text(row, column))]
-    earlier = [replace(turn, trained=False) if turn.role == "assistant" else turn for turn in said[prompt]]
+    earlier = [turn._replace(trained=False) if turn.role == "assistant" else turn for turn in said[prompt]]
     return [*_history(row), *earlier, *said[completion]]
 
 

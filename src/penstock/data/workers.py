@@ -49,6 +49,8 @@ class Task:
 
     piece: Piece
     form: Format
+    part: int = 0
+    """Which of several sources it comes from."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from penstock.errors import RecipeError, did_you_mean
-from penstock.recipe.lists import parse_columns
+from penstock.recipe.lists import parse_columns, parse_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,9 @@ class Recipe:
     """A file, a directory, a Hub data set, or `demo` (embedded). Several with commas; shares of the examples as
     a.jsonl:0.7,b.parquet:0.3."""
     data_split: str = "train"
-    """Split of a Hub data set."""
+    """Split of a Hub data set, or of a directory that has several."""
+    data_stream: bool = False
+    """Read a Hub data set while it is tokenized, instead of fetching it first."""
     data_format: Literal["auto", "alpaca", "messages", "prompt-completion", "text"] = "auto"
     """Form of the rows. `auto` tells it from the columns."""
     columns: str = ""
@@ -114,7 +116,7 @@ class Recipe:
     eval_data: str | None = None
     """A file or Hub data set to evaluate on, instead of a held-out share."""
     eval_split: str = "test"
-    """Split of a Hub data set that is evaluated on."""
+    """Split of a Hub data set, or of a directory, that is evaluated on."""
 
     batch_size: int = 4
     """Rows in a step."""
@@ -217,6 +219,8 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (r.micro_batch_size <= r.batch_size, "micro_batch_size", f"is over batch_size {r.batch_size}", "Lower it."),
         (r.max_length >= 2, "max_length", "must be at least 2", "A token is predicted from the one before it."),
         (r.data != "", "data", "names nothing", "Name a file, a directory, or a data set of the Hub."),
+        (parse_parts(r.data) is not None, "data", "must be names with commas, all of them with a share or none",
+         "Such as a.jsonl:0.7,b.parquet:0.3."),
         (parse_columns(r.columns) is not None, "columns", "must be pairs of names, each name once",
          "Such as question=prompt,answer=completion; label= leaves a column out."),
         (0 < r.data_percent <= 100, "data_percent", "must be over 0 and at most 100", "10 uses a tenth of them."),
