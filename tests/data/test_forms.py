@@ -145,6 +145,7 @@ def test_two_system_texts_are_refused():
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "the better answer of a pair"),
         ({"prompt": "q", "completion": "a", "label": True}, "preference training (KTO)"),
         ({"prompt": "q", "completion": "a", "label": 0}, "preference training (KTO)"),
+        ({"prompt": "q", "completion": "a", "label": "False"}, "preference training (KTO)"),
         ({"messages": CHAT, "kto_tag": False}, "preference training (KTO)"),
         ({"messages": CHAT, "chat_template_kwargs": {"x": 1}}, "changes what the chat template writes"),
         ({"messages": [{**CHAT[0], "mask": 1}, CHAT[1]]}, "messages[0].mask says which turns"),

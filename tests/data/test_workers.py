@@ -75,6 +75,15 @@ def test_the_first_fault_is_reported_with_its_line(write, chatml, alpaca_rows, t
 
 
 @pytest.mark.slow
+def test_a_fault_of_the_reader_waits_for_those_before_it(write, chatml, tmp_path):
+    path = write("prompt,completion,label\nq,a,\nq,a,true\nq,a\n", "my.csv")
+    for processes in (1, 2):
+        with pytest.raises(DataError, match="preference training") as caught:
+            build(path, chatml, tmp_path / str(processes), processes)
+        assert caught.value.where == f"{path}:3"
+
+
+@pytest.mark.slow
 def test_processes_are_started_for_large_sources_only(write, chatml, alpaca_rows, tmp_path, monkeypatch):
     started = []
     original = workers._processes

@@ -137,8 +137,19 @@ def _lines(opened: _Opened) -> Iterator[tuple[int, str]]:
 
 
 def _parsed(rows: Iterator[Row], opened: _Opened) -> Iterator[Piece]:
-    while batch := tuple(itertools.islice(rows, _PIECE_ROWS)):
-        yield Parsed(batch, opened.done)
+    batch: list[Row] = []
+    try:
+        for row in rows:
+            batch.append(row)
+            if len(batch) == _PIECE_ROWS:
+                yield Parsed(tuple(batch), opened.done)
+                batch = []
+    except DataError:
+        if batch:  # a fault in one of these comes first
+            yield Parsed(tuple(batch), opened.done)
+        raise
+    if batch:
+        yield Parsed(tuple(batch), opened.done)
 
 
 def _read_text(opened: _Opened, split: str) -> Iterator[Piece]:

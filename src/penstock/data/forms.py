@@ -232,7 +232,7 @@ def _refusal(column: str, value: Any, form: Format) -> str:
     if column == HISTORY and form == "messages":
         return "holds earlier turns, which belong into the messages"
     if column == "label":  # a class, as data for classification has it, says nothing of an answer
-        is_verdict = form != "text" and (isinstance(value, bool) or value in (0, 1))
+        is_verdict = form != "text" and str(value).lower() in ("true", "false", "0", "1")  # from CSV it comes as text
         return _PREFERENCE_REASON[column] if is_verdict else ""
     return _PREFERENCE_REASON.get(column, "") or REFUSED.get(column, "")
 

@@ -69,7 +69,11 @@ def _count(files: Iterable[Path], max_length: int) -> tuple[int, float] | None:
     for path in files:
         here, there, seen = 0, 0.0, 0
         rows = read_file(path)
-        sampled = file_kind(path) not in (".parquet", ".arrow") and path.stat().st_size > 8 * 2**20
+        sampled = (
+            path.suffix.lower() not in (".gz", ".zst")
+            and file_kind(path) not in (".parquet", ".arrow")
+            and path.stat().st_size > 8 * 2**20
+        )
         for row in islice(rows, SAMPLE) if sampled else rows:
             here += 1
             there += min(max_length, _characters(row.fields) / CHARACTERS_A_TOKEN + TEMPLATE_TOKENS)

@@ -75,8 +75,8 @@ def encode_in(job: Job, tasks: Iterator[Task], count: int) -> Iterator[tuple[Tas
         waiting: deque[tuple[int, Task]] = deque()
         results: dict[int, Encoded | UserError | _Bug] = {}
         busy: dict[Connection, int] = {}
-        numbered = enumerate(tasks)
-        following = next(numbered, None)
+        numbered = _Numbered(tasks)
+        following = numbered.next()
         while following or waiting:
             while following and idle and len(waiting) < _AHEAD * count:
                 connection = idle.pop()
@@ -86,7 +86,7 @@ def encode_in(job: Job, tasks: Iterator[Task], count: int) -> Iterator[tuple[Tas
                     raise _ended(started) from None
                 busy[connection] = following[0]
                 waiting.append(following)
-                following = next(numbered, None)
+                following = numbered.next()
             while waiting and waiting[0][0] in results:
                 number, task = waiting.popleft()
                 yield task, _checked(results.pop(number))
@@ -98,6 +98,23 @@ def encode_in(job: Job, tasks: Iterator[Task], count: int) -> Iterator[tuple[Tas
                     except (EOFError, ConnectionResetError):
                         raise _ended(started) from None
                     idle.append(ready)
+    if numbered.fault:
+        raise numbered.fault
+
+
+class _Numbered:
+    """Tasks with their numbers. A fault of the reader is kept until all that comes before it is written."""
+
+    def __init__(self, tasks: Iterator[Task]) -> None:
+        self._numbered = enumerate(tasks)
+        self.fault: UserError | None = None
+
+    def next(self) -> tuple[int, Task] | None:
+        try:
+            return next(self._numbered, None)
+        except UserError as error:
+            self.fault = error
+            return None
 
 
 def _checked(result: Encoded | UserError | _Bug) -> Encoded:
