@@ -259,6 +259,17 @@ def test_shares_that_are_none(data):
         Recipe(data=data)
 
 
+def test_what_is_evaluated_on_has_no_shares():
+    with pytest.raises(RecipeError, match="eval_data = .*has shares"):
+        Recipe(eval_data="a.jsonl:0.5,b.jsonl:0.5")
+    assert Recipe(eval_data="a.jsonl,b.jsonl").eval_data == "a.jsonl,b.jsonl"
+
+
+def test_one_name_has_no_share(write):
+    with pytest.raises(DataError, match="no such file"):
+        texts(f"{write(ROWS)}:0.7")
+
+
 def test_a_file_with_a_comma_in_its_name_is_that_file(write):
     path = write(ROWS, "a,b:0.5.jsonl")
     assert len(texts(path)) == 5

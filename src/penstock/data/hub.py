@@ -33,8 +33,8 @@ def open_hub(name: str, split: str, say: Callable[[str], None], stream: bool = F
         remedy = "--data-split names a split; --data OWNER/NAME:CONFIGURATION names a configuration."
         raise DataError(f"cannot be loaded from the Hub: {error}", where=name, remedy=remedy) from error
     if stream:
-        print_ = hashlib.sha256(f"{name} {split} {version}".encode()).hexdigest()
-        return Source(name, (name,), print_, lambda: _stream_rows(found, name), num_bytes=_size(found, split))
+        fingerprint = hashlib.sha256(f"{name} {split} {version}".encode()).hexdigest()
+        return Source(name, (name,), fingerprint, lambda: _stream_rows(found, name), num_bytes=_size(found, split))
     return Source(
         name,
         (name,),

@@ -125,10 +125,8 @@ def _checked(result: Encoded | UserError | _Bug) -> Encoded:
 
 
 def _ended(started: list[subprocess.Popen[bytes]]) -> DoesNotFit:
-    for process in started:
-        process.wait(timeout=5) if process.poll() is None and len(started) == 1 else None
     codes = [process.returncode for process in started if process.poll() is not None]
-    what = f"a process that tokenizes rows has ended (exit code {codes[0] if codes else 'unknown'})"
+    what = f"a process that tokenizes rows has ended{f' (exit code {codes[0]})' if codes else ''}"
     remedy = "Most likely memory ran out. Free some, or give fewer cores: taskset -c 0 penstock ..."
     return DoesNotFit(what, where="tokenizing", remedy=remedy)
 

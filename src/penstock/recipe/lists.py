@@ -33,10 +33,10 @@ class Part:
 def parse_parts(text: str) -> tuple[Part, ...] | None:
     """The parts of `a.jsonl:0.7,b.parquet:0.3` or `a.jsonl,b.jsonl`; None if some have a share and others none.
 
-    A file whose own name has a comma or ends like a share is that file.
+    A file whose own name has a comma or ends like a share is that file, and one name has no share of anything.
     """
-    if Path(text).expanduser().exists():
-        return (Part(text),)
+    if "," not in text or Path(text).expanduser().exists():
+        return (Part(text),) if text else None
     parts = tuple(_part(word.strip()) for word in text.split(","))
     weighted = [part for part in parts if part.weight is not None]
     whole = all(part.name and (part.weight is None or 0 < part.weight < math.inf) for part in parts)

@@ -221,6 +221,8 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (r.data != "", "data", "names nothing", "Name a file, a directory, or a data set of the Hub."),
         (parse_parts(r.data) is not None, "data", "must be names with commas, all of them with a share or none",
          "Such as a.jsonl:0.7,b.parquet:0.3."),
+        (all(p.weight is None for p in parse_parts(r.eval_data or "demo") or ()), "eval_data", "has shares",
+         "All of it is evaluated on: leave them out."),
         (parse_columns(r.columns) is not None, "columns", "must be pairs of names, each name once",
          "Such as question=prompt,answer=completion; label= leaves a column out."),
         (0 < r.data_percent <= 100, "data_percent", "must be over 0 and at most 100", "10 uses a tenth of them."),
