@@ -260,7 +260,7 @@ def test_shares_that_are_none(data):
 
 
 def test_what_is_evaluated_on_has_no_shares():
-    with pytest.raises(RecipeError, match="eval_data = .*has shares"):
+    with pytest.raises(RecipeError, match=r"eval_data = .*has shares"):
         Recipe(eval_data="a.jsonl:0.5,b.jsonl:0.5")
     assert Recipe(eval_data="a.jsonl,b.jsonl").eval_data == "a.jsonl,b.jsonl"
 

@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -124,7 +124,10 @@ def write_examples(
             columns[name] = _Column(directory, name)
             cleanup.callback(columns[name].abandon)
         columns["offsets"].append([0])
-        encoded = encode_in(job, tasks, processes) if several else encode_here(job, tasks)
+        # Closed at once when something fails here, a full disk for example: or processes would live on meanwhile.
+        encoded = cleanup.enter_context(
+            closing(encode_in(job, tasks, processes) if several else encode_here(job, tasks))
+        )
         tally, progress = Tally(), _Progress(source, say)
         parts = [0] * max(1, len(source.parts))
         for task, part in encoded:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
@@ -53,6 +53,9 @@ class Task:
     """Which of several sources it comes from."""
 
 
+Results = Generator[tuple[Task, Encoded], None, None]
+
+
 @dataclass(frozen=True)
 class _Bug:
     """What went wrong in a process and is nobody's data."""
@@ -60,7 +63,7 @@ class _Bug:
     text: str
 
 
-def encode_here(job: Job, tasks: Iterator[Task]) -> Iterator[tuple[Task, Encoded]]:
+def encode_here(job: Job, tasks: Iterator[Task]) -> Results:
     """In this process."""
     coders: dict[Format, Coder] = {}
     for task in tasks:
@@ -69,7 +72,7 @@ def encode_here(job: Job, tasks: Iterator[Task]) -> Iterator[tuple[Task, Encoded
         yield task, coders[task.form].encode(task.piece)
 
 
-def encode_in(job: Job, tasks: Iterator[Task], count: int) -> Iterator[tuple[Task, Encoded]]:
+def encode_in(job: Job, tasks: Iterator[Task], count: int) -> Results:
     """In so many other processes; results come in the order of the pieces, and so does the first fault."""
     with _processes(job, count) as (idle, started):
         waiting: deque[tuple[int, Task]] = deque()
