@@ -118,12 +118,11 @@ def penstock(path: str) -> dict:
 
     recipe = Recipe(data=path, **RECIPE)
     tokenizer = load_tokenizer(recipe)
-    said: list[str] = []
     with Watch() as watch:
-        data = prepare(recipe, tokenizer, len(tokenizer), said.append)
+        data = prepare(recipe, tokenizer, len(tokenizer), lambda _: None)
     counts = dataclasses.asdict(data.train.store.counts)
     ids = hashlib.sha256(data.train.store.ids.tobytes()).hexdigest()
-    return watch.found(examples=counts["kept"], tokens=counts["tokens"], ids=ids, said=said[-2:])
+    return watch.found(examples=counts["kept"], tokens=counts["tokens"], ids=ids)
 
 
 def datasets_map(path: str) -> dict:
