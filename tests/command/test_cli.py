@@ -41,6 +41,56 @@ def test_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+ODD = {"asked": "Why?", "said": "So.", "source": "x", "system": "Be kind."}
+
+
+@pytest.fixture
+def odd(tmp_path):
+    path = tmp_path / "odd.jsonl"
+    path.write_text("".join(json.dumps({**ODD, "asked": f"Why {i}?"}) + "\n" for i in range(6)))
+    return ["--data", str(path), "--columns", "asked=prompt,said=completion"]
+
+
+def test_columns_that_are_not_used_are_named_in_data_and_in_a_dry_run(odd, tmp_path, capsys):
+    assert main(["data", "demo", *odd]) == 0
+    assert "not used: source" in capsys.readouterr().out
+    assert main(["data", "demo", *odd, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["source"]["unused"]["source"]["count"] == 6
+    assert main(["train", "demo", *odd, "--dry-run", "--json", "--output-dir", str(tmp_path / "o")]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["unused"] == ["source"]
+    assert "not used: source" in captured.err
+    assert json.loads(captured.out)["recipe"]["columns"] == "asked=prompt,said=completion"
+
+
+@pytest.mark.slow
+def test_a_run_names_them_saves_the_columns_and_goes_on_with_no_others(odd, tmp_path, capsys):
+    words = ["train", "demo", *odd, "--max-steps", "1", "--no-compile", "--output-dir", str(tmp_path / "run")]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unused"] == ["source"]
+    assert "columns: asked=prompt,said=completion" in (tmp_path / "run" / "recipe.yaml").read_text()
+    assert main(["report", str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "columns not used" in page
+    assert main([*words, "--resume"]) == 0
+    other = [word.replace("asked=prompt,", "asked=prompt,system=,") for word in words]
+    assert main([*other, "--resume"]) == 5
+    assert "columns was 'asked=prompt,said=completion'" in capsys.readouterr().err
+
+
+def test_split_documents_needs_no_word(tmp_path, capsys):
+    (tmp_path / "my.txt").write_text("One.\n\nTwo.\n")
+    assert main(["data", "demo", "--data", str(tmp_path / "my.txt"), "--split-documents", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["source"]["rows"] == 2
+
+
+def test_a_plan_reads_a_mixture(odd, tmp_path, capsys):
+    (tmp_path / "more.jsonl").write_text('{"text": "more"}\n' * 4)
+    data = f"{odd[1]}:0.5,{tmp_path / 'more.jsonl'}:0.5"
+    assert main(["plan", "llama-8b", "--gpu", "h200", "--host-memory", "500GiB", "--data", data]) == 0
+    assert "10 examples" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from penstock.data import encoding
+from penstock.data import coding, encoding
 from penstock.data.encoding import write_examples
 from penstock.data.files import Row
 from penstock.data.source import Source, open_source
@@ -122,8 +122,8 @@ def test_batches_do_not_change_the_result(write, chatml, alpaca_rows, monkeypatc
     source = open_source(str(write(alpaca_rows(50))), "train", quiet)
     results = []
     for rows, characters in ((1000, 10**6), (7, 10**6), (1000, 100)):
-        monkeypatch.setattr(encoding, "_BATCH_ROWS", rows)
-        monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", characters)
+        monkeypatch.setattr(coding, "_BATCH_ROWS", rows)
+        monkeypatch.setattr(coding, "_BATCH_CHARACTERS", characters)
         directory = own_cache / f"{rows}-{characters}"
         directory.mkdir(parents=True)
         results.append(write_examples(directory, source, chatml, Recipe(), quiet))
@@ -215,7 +215,7 @@ def test_a_slow_tokenizer_is_refused(write, plain, monkeypatch):
 
 
 def test_progress_is_said_now_and_then(plain, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoding, "_BATCH_ROWS", 1)
+    monkeypatch.setattr(encoding, "_PIECE_ROWS", 1)
     clock = itertools.count(0, 0.5)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     rows = [Row({"text": "a"}, "mine", i) for i in range(1, 42)]
@@ -227,7 +227,7 @@ def test_progress_is_said_now_and_then(plain, tmp_path, monkeypatch):
 
 def test_memory_does_not_grow_with_the_number_of_rows(plain, tmp_path, monkeypatch):
     """What a build holds at its peak for many rows is what it holds for few; only the files grow."""
-    monkeypatch.setattr(encoding, "_BATCH_ROWS", 100)
+    monkeypatch.setattr(encoding, "_PIECE_ROWS", 100)
 
     def peak_bytes(num_rows):
         rows = (Row({"text": f"Two and two make {i}."}, "mine", i) for i in range(num_rows))

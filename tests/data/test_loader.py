@@ -270,9 +270,9 @@ def test_a_hub_set_is_trained_and_evaluated_on_its_splits(make, monkeypatch):
     asked = []
     local = loader.open_source
 
-    def open_source(name, split, say):
+    def open_source(name, split, say, reading):
         asked.append((name.rpartition("/")[2], split))
-        return local(name, split, say)
+        return local(name, split, say, reading)
 
     monkeypatch.setattr(loader, "open_source", open_source)
     make(n=20, data_split="part", eval_data="demo", eval_split="held")

@@ -90,8 +90,8 @@ def test_a_name_that_is_no_hub_name_never_asks_the_hub(name, monkeypatch, tmp_pa
 
 
 def test_unsupported_extension(write):
-    caught = error(write("a", "my.txt"))
-    assert ".txt are not read" in caught.what
+    caught = error(write("a", "my.docx"))
+    assert ".docx are not read" in caught.what
     assert ".jsonl" in caught.remedy
 
 

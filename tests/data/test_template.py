@@ -211,6 +211,28 @@ def test_templates_run_in_a_sandbox(make_tokenizer):
         render(tokenizer, messages("q", "a"))
 
 
+@pytest.mark.parametrize("kind", ["chatml", "llama3", "qwen3", "harmony"])
+def test_every_row_is_what_transformers_writes(make_tokenizer, kind):
+    """The first goes through transformers and the others to the compiled template."""
+    tokenizer = make_tokenizer(kind)
+    template = Template(tokenizer, Recipe(), "messages")
+    for i in range(4):
+        row = messages(f"q{i}", "a1", "q2", f"<think>t</think>a{i}", system="s" if i % 2 else None)
+        assert template.render(row).text == tokenizer.apply_chat_template(row.fields["messages"], tokenize=False)
+
+
+def test_a_tokenizer_with_a_way_of_its_own_is_asked(make_tokenizer):
+    tokenizer = make_tokenizer("chatml")
+
+    class Own(type(tokenizer)):
+        def apply_chat_template(self, conversation, **options):
+            return "!" + super().apply_chat_template(conversation, **options)
+
+    tokenizer.__class__ = Own
+    assert trained(render(tokenizer, messages("q", "a"))) == ["a<|im_end|>"]
+    assert render(tokenizer, messages("q", "a")).text.startswith("!<|im_start|>")
+
+
 # --- Alpaca, none, text -----------------------------------------------------------------------------------------------
 
 

@@ -35,9 +35,9 @@ def test_the_form_is_told_from_the_columns(fields, form):
 
 def test_unknown_columns_are_named():
     with pytest.raises(DataError) as caught:
-        detect_format(row(question="q", answer="a"))
+        detect_format(row(asked="q", said="a"))
     assert caught.value.where == "my.jsonl:7"
-    assert "question, answer" in caught.value.what
+    assert "asked, said" in caught.value.what
     assert "alpaca (instruction, output)" in caught.value.remedy
     assert "this array alone" not in caught.value.remedy
     with pytest.raises(DataError) as caught:
@@ -116,8 +116,16 @@ def test_empty_text_is_dropped():
         ({"messages": [*MESSAGES, {"role": "wizard", "content": "a"}]}, "messages", "messages[2] has the unknown role"),
         ({"messages": [{"role": 3, "content": "a"}]}, "messages", "unknown role 3"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "messages", "messages[0].content is a list, not text"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}, "messages", "has 'tool_calls'"),
-        ({"messages": [{"role": "assistant", "content": "a", "thinking": "b"}]}, "messages", "has 'thinking'"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]},
+            "messages",
+            "messages[0].tool_calls[0] is a number",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "thinking": 3}]},
+            "messages",
+            "thoughts that differ, or are",
+        ),
     ],
 )
 def test_faults_name_the_line(fields, form, says):

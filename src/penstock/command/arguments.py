@@ -210,6 +210,7 @@ def parse_with_recipe(kind: type[Args], command: str, words: list[str], **change
     found, chosen = find_recipe(words[0] if named else "demo")
     base = dataclasses.replace(found, **changes)
     shown = " [RECIPE]" if {"-h", "--help"} & set(words) else ""  # which tyro does not know of
+    words = with_value(words, "--split-documents", "blank-lines")
     words, prog = words[1:] if named else words, f"penstock {command}{shown}"
     args = tyro.cli(kind, default=kind(recipe=base), args=words, prog=prog)
     if chosen or any(word.split("=")[0] in ("--data-percent", "--data_percent") for word in words):

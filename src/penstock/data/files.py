@@ -1,4 +1,4 @@
-"""Rows of one file, streamed: JSON, JSONL, CSV, Parquet.
+"""Rows of one file, streamed: JSON, JSONL, CSV, TSV, Parquet, Arrow, plain text; the text ones also compressed.
 
 A file is never held as Python objects as a whole; the largest thing in memory is one row, a batch of Parquet rows, or a
 megabyte of text. Every fault is a DataError that names file and line, because "row 48,113 is odd" is no help in a file
@@ -12,173 +12,198 @@ from __future__ import annotations
 
 import codecs
 import csv
+import gzip
+import io
 import itertools
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from penstock.data.rows import IS_ARRAY, MEND, Lines, Parsed, Piece, Row, Table, bad_json, not_utf8, place_name, row_of
+from penstock.data.strict_json import STRICT
 from penstock.errors import DataError
 
+__all__ = ["IS_ARRAY", "KINDS", "Row", "file_kind", "file_pieces", "place_name", "read_file"]
+
 _CHUNK_BYTES = 1 << 20
-_PARQUET_ROWS = 1024
+_PIECE_BYTES = 1 << 19
+_PIECE_ROWS = 1000
 _BLANK = re.compile(r"[ \t\n\r]*")
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row and where it came from.
-
-    `line` counts from 1. For Parquet and Hub rows it is the number of the row, and in an array that goes on on the same
-    line the negative of that.
-    """
-
-    fields: dict[str, Any]
-    file: str
-    line: int
-
-    @property
-    def where(self) -> str:
-        """file:line."""
-        return place_name(self.file, self.line)
-
-
-def place_name(file: str, line: int) -> str:
-    """file:line, for messages."""
-    return f"{file}:{line}" if line > 0 else f"{file}, row {-line:,}"
-
-
 _ONE_ROW = "It needs at least one row; was it written to the end?"
+_COMPRESSED = (".gz", ".zst")
 
 
-def read_file(path: Path) -> Iterator[Row]:
+def file_kind(path: Path) -> str:
+    """By which reader a file is read: its extension, without that of a compression; nothing if there is none."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        kind = suffixes[-2] if len(suffixes) > 1 else ""
+        return kind if kind in KINDS and kind not in (".parquet", ".arrow") else ""
+    return suffixes[-1] if suffixes and suffixes[-1] in KINDS else ""
+
+
+def read_file(path: Path, split: str = "none") -> Iterator[Row]:
     """Every row of a file, by its extension."""
+    for piece in file_pieces(path, split):
+        yield from piece.rows()
+
+
+def file_pieces(path: Path, split: str = "none") -> Iterator[Piece]:
+    """The same in pieces. `split` says how plain text becomes documents."""
     if path.stat().st_size == 0:
         raise DataError("the file is empty", where=str(path), remedy=_ONE_ROW)
-    found = False
-    try:
-        for row in READERS[path.suffix.lower()](path):
-            found = True
-            yield row
-    except OSError as error:
-        remedy = "See that the file is there, and that you may read it."
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
+    reader, found = KINDS[file_kind(path)], False
+    with _reading(path) as opened:
+        for piece in reader(opened, split):
+            found = found or _has_rows(piece)
+            yield piece
     if not found:
         raise DataError("no rows in the file", where=str(path), remedy=_ONE_ROW)
+
+
+def _has_rows(piece: Piece) -> bool:
+    if isinstance(piece, Lines):
+        return bool(piece.raw.strip())
+    return piece.batch.num_rows > 0 if isinstance(piece, Table) else True
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A file that is being read: its name, its bytes as they are, and its bytes after decompression."""
+
+    path: Path
+    disk: BinaryIO
+    file: io.BufferedReader
+    num_bytes: int
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def done(self) -> float:
+        return min(1.0, self.disk.tell() / self.num_bytes)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[_Opened]:
+    import pyarrow
+
+    try:
+        with path.open("rb") as disk:
+            file: Any = disk
+            if path.suffix.lower() == ".gz":
+                file = io.BufferedReader(gzip.GzipFile(fileobj=disk))
+            elif path.suffix.lower() == ".zst":
+                file = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(disk, mode="r"), "zstd"))
+            yield _Opened(path, disk, file, path.stat().st_size)
+    except (EOFError, zlib.error, gzip.BadGzipFile, pyarrow.ArrowException) as error:
+        remedy = "Copy or fetch it again. If it is something else, give it the extension of what it is."
+        kind = "".join(path.suffixes[-2:]) if path.suffix.lower() in _COMPRESSED else path.suffix
+        raise DataError(f"not a readable {kind} file: {error}", where=str(path), remedy=remedy) from error
+    except OSError as error:
+        compressed = path.suffix.lower() == ".zst" and error.errno is None  # Arrow's own complaint
+        what = f"not a readable .zst file: {error}" if compressed else f"cannot be read: {error.strerror or error}"
+        remedy = "See that the file is there and whole, and that you may read it."
+        raise DataError(what, where=str(path), remedy=remedy) from error
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def _skip_bom(file: BinaryIO, name: str) -> int:
+def _skip_bom(file: Any, name: str) -> int:
     """Step over a UTF-8 byte order mark; its length. UTF-16 is named, since its bytes look like garbage otherwise."""
-    head = file.read(3)
+    head = file.peek(3)[:3]
     if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         remedy = f"Convert it: iconv -f UTF-16 -t UTF-8 {name} > utf8{Path(name).suffix}"
         raise DataError("the file is UTF-16 (by its byte order mark); only UTF-8 is read", where=name, remedy=remedy)
-    length = len(head) if head == codecs.BOM_UTF8 else 0
-    file.seek(length)
-    return length
+    return len(file.read(3)) if head == codecs.BOM_UTF8 else 0
 
 
-def _not_utf8(name: str, line: int, offset: int, byte: int) -> DataError:
-    remedy = f"If the file is Latin-1, convert it: iconv -f LATIN1 -t UTF-8 {name} > utf8{Path(name).suffix}"
-    return DataError(
-        f"not UTF-8: byte 0x{byte:02x} at offset {offset} of the file", where=f"{name}:{line}", remedy=remedy
-    )
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(opened: _Opened) -> Iterator[tuple[int, str]]:
     """Numbered lines, decoded one at a time so that a bad byte is known by its offset in the file."""
-    with path.open("rb") as file:
-        offset = _skip_bom(file, str(path))
-        for number, raw in enumerate(file, 1):
-            try:
-                yield number, raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise _not_utf8(str(path), number, offset + error.start, raw[error.start]) from None
-            offset += len(raw)
+    offset = _skip_bom(opened.file, opened.name)
+    for number, raw in enumerate(opened.file, 1):
+        try:
+            yield number, raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise not_utf8(opened.name, number, offset + error.start, raw[error.start]) from None
+        offset += len(raw)
+
+
+def _parsed(rows: Iterator[Row], opened: _Opened) -> Iterator[Piece]:
+    batch: list[Row] = []
+    try:
+        for row in rows:
+            batch.append(row)
+            if len(batch) == _PIECE_ROWS:
+                yield Parsed(tuple(batch), opened.done)
+                batch = []
+    except DataError:
+        if batch:  # a fault in one of these comes first
+            yield Parsed(tuple(batch), opened.done)
+        raise
+    if batch:
+        yield Parsed(tuple(batch), opened.done)
+
+
+def _read_text(opened: _Opened, split: str) -> Iterator[Piece]:
+    """A document a file, a line, or a paragraph between blank lines."""
+    yield from _parsed(_documents(opened, split), opened)
+
+
+def _documents(opened: _Opened, split: str) -> Iterator[Row]:
+    if split == "lines":
+        for number, text in _lines(opened):
+            if text.strip():
+                yield Row({"text": text.rstrip("\r\n")}, opened.name, number)
+        return
+    document: list[str] = []
+    first = 1
+    for number, text in _lines(opened):
+        if split == "blank-lines" and not text.strip():
+            if document:
+                yield Row({"text": "".join(document).rstrip("\r\n")}, opened.name, first)
+            document = []
+            continue
+        first = first if document else number
+        document.append(text)
+    if "".join(document).strip():
+        yield Row({"text": "".join(document).rstrip("\r\n")}, opened.name, first)
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-class _Refused(ValueError):
-    """JSON that Python's parser lets through and that is almost certainly a mistake."""
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        keys = [key for key, _ in pairs]
-        duplicate = next(key for key in keys if keys.count(key) > 1)
-        raise _Refused(f"the key {duplicate!r} occurs twice in one object")
-    return fields
-
-
-def _no_constants(name: str) -> NoReturn:
-    raise _Refused(f"{name} is not JSON")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
-
-
-_IS_ARRAY = "If the file is one array of objects, give it the extension .json."
-_MEND = "Mend or remove the line; if it is the last one, see that the file was written to its end."
-
-
-def _row(value: object, source: str, name: str, line: int) -> Row:
-    """`value`, parsed from `source`, as a row."""
-    where = place_name(name, line)
-    if not isinstance(value, dict):
-        kind = {list: "an array", str: "text", type(None): "null", bool: "true or false"}.get(type(value), "a number")
-        remedy = 'Each row is an object such as {"prompt": "...", "completion": "..."}.'
-        if isinstance(value, list) and not name.lower().endswith(".json"):
-            remedy = _IS_ARRAY
-        raise DataError(f"the row is {kind}, not an object", where=where, remedy=remedy)
-    if "\\ud" in source or "\\uD" in source:  # half of a surrogate pair parses, but no tokenizer takes it
-        try:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            remedy = "A character beyond U+FFFF is written as two escapes; one of them is missing."
-            raise DataError("half of a surrogate pair (\\ud800 to \\udfff)", where=where, remedy=remedy) from None
-    return Row(value, name, line)
-
-
-def _bad_json(error: Exception, name: str, line: int, column: int | None = None, remedy: str = _MEND) -> DataError:
-    if isinstance(error, RecursionError):
-        return DataError("the row is nested too deeply", where=f"{name}:{line}", remedy="Flatten or remove it.")
-    if isinstance(error, json.JSONDecodeError):
-        at = f" at column {column}" if column else ""
-        return DataError(f"malformed JSON: {error.msg.removesuffix(' at')}{at}", where=f"{name}:{line}", remedy=remedy)
-    return DataError(str(error), where=f"{name}:{line}", remedy=remedy)
-
-
-def _read_jsonl(path: Path, remedy: str = _MEND) -> Iterator[Row]:
-    name = str(path)
-    for number, text in _lines(path):
-        if not text.strip():
+def _read_jsonl(opened: _Opened, split: str = "none", remedy: str = MEND) -> Iterator[Piece]:
+    offset = _skip_bom(opened.file, opened.name)
+    number, rest = 1, list[bytes]()
+    while raw := opened.file.read(_PIECE_BYTES):
+        end = raw.rfind(b"\n") + 1
+        if not end:  # within a line that is longer than a piece
+            rest.append(raw)
             continue
-        try:
-            value = _DECODER.decode(text)
-        except (ValueError, RecursionError) as error:
-            column = error.colno if isinstance(error, json.JSONDecodeError) else None
-            if text.lstrip().startswith("["):
-                remedy = _IS_ARRAY
-            raise _bad_json(error, name, number, column, remedy) from None
-        yield _row(value, text, name, number)
+        whole, rest = b"".join([*rest, raw[:end]]), [raw[end:]]
+        yield Lines(whole, opened.name, number, offset, remedy, opened.done)
+        offset += len(whole)
+        number += whole.count(b"\n")
+    if last := b"".join(rest):
+        yield Lines(last, opened.name, number, offset, remedy, 1.0)
 
 
-def _read_json(path: Path) -> Iterator[Row]:
+def _read_json(opened: _Opened, split: str) -> Iterator[Piece]:
     """An array of objects; or, under the same extension, one object a line."""
-    with path.open("rb") as file:
-        window = _Window(file, str(path))
-        if window.peek() == "[":
-            yield from _array(window)
-            return
-    yield from _read_jsonl(path, remedy="A .json file holds an array of objects, or one object on each line.")
+    window = _Window(opened.file, opened.name)
+    if window.peek() == "[":
+        yield from _parsed(_array(window), opened)
+        return
+    with _reading(opened.path) as again:
+        yield from _read_jsonl(again, remedy="A .json file holds an array of objects, or one object on each line.")
 
 
 class _Window:
@@ -212,7 +237,7 @@ class _Window:
         """The JSON value at the current place, and the text it was parsed from."""
         while True:
             try:
-                value, end = _DECODER.raw_decode(self.text, self.at)
+                value, end = STRICT.raw_decode(self.text, self.at)
             except (ValueError, RecursionError) as error:
                 if isinstance(error, json.JSONDecodeError):
                     # At the edge of what was read, a fault may only mean that the rest is still to come. Literals and
@@ -221,14 +246,14 @@ class _Window:
                     if at_edge and self._grow():
                         continue
                     self.advance(error.pos)
-                    raise _bad_json(error, self.name, self.line, self.column) from None
-                raise _bad_json(error, self.name, self.line) from None
+                    raise bad_json(error, self.name, self.line, self.column) from None
+                raise bad_json(error, self.name, self.line) from None
             source = self.text[self.at : end]
             self.advance(end)
             return value, source
 
     def fail(self, what: str) -> NoReturn:
-        raise DataError(f"malformed JSON: {what}", where=f"{self.name}:{self.line}", remedy=_MEND)
+        raise DataError(f"malformed JSON: {what}", where=f"{self.name}:{self.line}", remedy=MEND)
 
     def _grow(self) -> bool:
         """Read as much again as is waiting, so that a row of any length is parsed a logarithmic number of times.
@@ -242,7 +267,7 @@ class _Window:
         except UnicodeDecodeError as error:
             line = self.line + self.text.count("\n", self.at) + error.object[: error.start].count(b"\n")
             offset = self._offset - waiting + error.start
-            raise _not_utf8(self.name, line, offset, error.object[error.start]) from None
+            raise not_utf8(self.name, line, offset, error.object[error.start]) from None
         if raw:
             self._offset += len(raw)
             self.text, self.at = self.text[self.at :] + more, 0
@@ -257,7 +282,7 @@ def _array(window: _Window) -> Iterator[Row]:
             window.peek()
             line, last = -number if window.line == last else window.line, window.line
             value, source = window.value()
-            yield _row(value, source, window.name, line)
+            yield row_of(value, source, window.name, line)
             mark = window.peek()
             if mark == "]":
                 break
@@ -269,17 +294,21 @@ def _array(window: _Window) -> Iterator[Row]:
         window.fail("Extra data after the array")
 
 
-# --- CSV --------------------------------------------------------------------------------------------------------------
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 """Others than the comma, by which some programs separate cells."""
 
 
-def _read_csv(path: Path) -> Iterator[Row]:
+def _read_csv(opened: _Opened, split: str) -> Iterator[Piece]:
+    yield from _parsed(_csv_rows(opened, "\t" if file_kind(opened.path) == ".tsv" else ","), opened)
+
+
+def _csv_rows(opened: _Opened, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # the default refuses a cell over 128 KiB, which a long document passes
-    name, lines = str(path), _lines(path)
-    reader = csv.reader((text for _, text in lines), strict=True)
+    name, lines = opened.name, _lines(opened)
+    reader = csv.reader((text for _, text in lines), strict=True, delimiter=delimiter)
     header: list[str] | None = None
     line = 1
     try:
@@ -290,12 +319,13 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 header = cells
                 _check_columns(header, f"{name}:{line}")
                 separator = next((word for mark, word in _SEPARATORS.items() if mark in cells[0]), "")
-                if len(cells) == 1 and separator:
+                if len(cells) == 1 and separator and delimiter == ",":
                     what = f"the header is one column, with {separator} in it"
-                    raise DataError(what, where=f"{name}:{line}", remedy="Separate cells by commas.")
+                    remedy = "Separate cells by commas, or in a .tsv file by tabs."
+                    raise DataError(what, where=f"{name}:{line}", remedy=remedy)
             elif len(cells) != len(header):
                 what = f"{len(cells)} cells, but the header has {len(header)} columns"
-                remedy = "A cell with a comma or a line break in it must stand in double quotes."
+                remedy = "A cell with a comma (or, in .tsv, a tab) or a line break in it must stand in double quotes."
                 raise DataError(what, where=f"{name}:{line}", remedy=remedy)
             else:
                 yield Row(dict(zip(header, cells, strict=True)), name, line)
@@ -311,30 +341,44 @@ def _check_columns(columns: list[str], where: str) -> None:
         raise DataError(f"the column {duplicates[0]!r} occurs twice", where=where, remedy="Rename one of them.")
 
 
-# --- Parquet ----------------------------------------------------------------------------------------------------------
-
-
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(opened: _Opened, split: str) -> Iterator[Piece]:
     import pyarrow
     import pyarrow.parquet
 
-    name, number = str(path), 0
+    name, number = opened.name, 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(opened.path) as file:
             _check_columns(list(file.schema_arrow.names), name)
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield Row(fields, name, number)
+            total = max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(batch_size=_PIECE_ROWS):
+                yield Table(batch, name, number + 1, (number + batch.num_rows) / total)
+                number += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         remedy = "Copy or fetch it again. If it is not Parquet, give it the extension of what it is."
         raise DataError(f"not a readable Parquet file: {error}", where=name, remedy=remedy) from error
 
 
-READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+def _read_arrow(opened: _Opened, split: str) -> Iterator[Piece]:
+    """A stream of Arrow, as `datasets` writes it."""
+    import pyarrow.ipc
+
+    name, number = opened.name, 0
+    with pyarrow.ipc.open_stream(opened.disk) as stream:
+        _check_columns(list(stream.schema.names), name)
+        for batch in stream:
+            for start in range(0, batch.num_rows, _PIECE_ROWS):
+                part = batch.slice(start, _PIECE_ROWS)
+                yield Table(part, name, number + 1, opened.done)
+                number += part.num_rows
+
+
+KINDS: dict[str, Callable[[_Opened, str], Iterator[Piece]]] = {
     ".json": _read_json,
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
     ".csv": _read_csv,
+    ".tsv": _read_csv,
     ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".txt": _read_text,
 }

@@ -12,27 +12,30 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.data.folders import open_folder
+from penstock.data.forms import Format
 from penstock.data.packing import Ints, Packing, one_a_row, pack_best_fit, pack_in_order
-from penstock.data.source import open_source
+from penstock.data.source import Reading, open_source
 from penstock.data.store import Store, notes, open_store
 from penstock.data.template import pad_id
-from penstock.data.turns import Format
 from penstock.errors import DataError
+from penstock.recipe.lists import parse_parts
 from penstock.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # What a random draw is for; part of its seed, so that no two draws are the same.
-_ROW_ORDER, _TIE_ORDER, _SHARE, _HELD_OUT = range(4)
+_ROW_ORDER, _TIE_ORDER, _SHARE, _HELD_OUT, _MIXTURE = range(5)
 _SELECTING_FIELDS = ("data_percent", "validation", "packing", "shuffle", "seed", "max_length")
 
 
@@ -210,8 +213,8 @@ class Dataset:
     """Changes with anything that changes a step's examples; a resumed run must find the same."""
 
     @property
-    def data_format(self) -> Format:
-        """The form that the training rows were found to have."""
+    def data_format(self) -> Format | None:
+        """The form that the training rows were found to have; None if parts of them differ."""
         return self.train.store.data_format
 
 
@@ -219,16 +222,19 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int,
     """Read, tokenize, choose and pack the data of a recipe. `vocab_size` is the number of rows of the embedding."""
 
     def store_of(name: str, split: str) -> Store:
-        store = open_store(open_source(name, split, say), tokenizer, recipe, vocab_size, say)
+        store = open_store(open_source(name, split, say, reading), tokenizer, recipe, vocab_size, say)
         for line in notes(store):
             say(f"{name}: {line}")
         return store
 
+    reading = Reading(recipe.split_documents, recipe.data_stream)
+    evaluated, split = evaluation_of(recipe, say)
     store = store_of(recipe.data, recipe.data_split)
-    chosen = _choose_share(len(store), recipe)
+    weights = [part.weight for part in parse_parts(recipe.data) or ()]
+    chosen = _choose_share(mix(store.parts, weights, recipe, say), recipe)
     eval_store, held_out = store, np.empty(0, dtype=np.int64)
-    if recipe.eval_data:
-        eval_store = store_of(recipe.eval_data, recipe.eval_split)
+    if evaluated:
+        eval_store = store_of(evaluated, split)
         held_out = np.arange(len(eval_store))
     elif recipe.validation:
         chosen, held_out = _hold_out(chosen, recipe)
@@ -244,16 +250,49 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int,
         if recipe.packing:
             packing = pack_best_fit(eval_store.lengths, held_out, recipe.max_length)
         evaluation = Loader(eval_store, packing, **sizes, seed=None)
-    parts = [store.key, eval_store.key, [getattr(recipe, name) for name in _SELECTING_FIELDS]]
+    parts = [store.key, eval_store.key, weights, [getattr(recipe, name) for name in _SELECTING_FIELDS]]
     return Dataset(train, evaluation, hashlib.sha256(json.dumps(parts).encode()).hexdigest())
 
 
-def _choose_share(n: int, recipe: Recipe) -> Ints:
+def evaluation_of(recipe: Recipe, say: Callable[[str], None]) -> tuple[str, str]:
+    """What to evaluate on, as (name, split): what the recipe names, else another split of a directory, else nothing."""
+    path = Path(recipe.data).expanduser()
+    if not path.is_dir() or recipe.data == "demo":
+        return recipe.eval_data or "", recipe.eval_split
+    folder = open_folder(path)
+    own = "" if recipe.eval_data or recipe.validation else folder.evaluation(recipe.data_split, recipe.eval_split)
+    if len(folder.splits) > 1 and recipe.data_split in folder.splits:
+        say(folder.describe(recipe.data_split, own))
+    return (recipe.data, own) if own else (recipe.eval_data or "", recipe.eval_split)
+
+
+def mix(sizes: Sequence[int], weights: Sequence[float | None], recipe: Recipe, say: Callable[[str], None]) -> Ints:
+    """The examples that the shares of a mixture leave, in their order; without shares all.
+
+    As many as there can be without one twice: the part that is smallest for its share is taken whole. Repeating small
+    parts was rejected: that is a choice of epochs, which should be seen in the recipe.
+    """
+    shares = [weight for weight in weights if weight is not None]
+    if not shares or len(sizes) < 2:
+        return np.arange(sum(sizes))
+    whole = min(size / share for size, share in zip(sizes, shares, strict=True))
+    taken, start = list[Ints](), 0
+    for number, (size, share) in enumerate(zip(sizes, shares, strict=True)):
+        keep = min(size, max(1, round(whole * share)))
+        order = _permutation(size, recipe.seed, _MIXTURE, number) if recipe.shuffle else np.arange(size)
+        taken.append(start + np.sort(order[:keep]))
+        start += size
+    parts = zip((part.name for part in parse_parts(recipe.data) or ()), taken, sizes, strict=True)
+    say("mixture: " + ", ".join(f"{len(part):,} of {size:,} examples of {name}" for name, part, size in parts))
+    return np.concatenate(taken)
+
+
+def _choose_share(examples: Ints, recipe: Recipe) -> Ints:
     """The examples that --data-percent leaves, in the order of the file."""
-    keep = max(1, round(n * recipe.data_percent / 100))
+    keep = max(1, round(len(examples) * recipe.data_percent / 100))
     if not recipe.shuffle:
-        return np.arange(keep)
-    return np.sort(_permutation(n, recipe.seed, _SHARE)[:keep])
+        return examples[:keep]
+    return np.sort(examples[_permutation(len(examples), recipe.seed, _SHARE)[:keep]])
 
 
 def _hold_out(chosen: Ints, recipe: Recipe) -> tuple[Ints, Ints]:

@@ -47,14 +47,16 @@ def pack_best_fit(lengths: Ints, order: Ints, max_length: int) -> Packing:
     """
     _check(lengths, order, max_length)
     ordered = order[np.argsort(-lengths[order], kind="stable")]
-    run_lengths, run_starts = np.unique(-lengths[ordered], return_index=True)
+    sizes = lengths[ordered]
+    run_starts = np.concatenate(([0], np.flatnonzero(np.diff(sizes)) + 1))
+    run_lengths = sizes[run_starts]
     run_ends = np.append(run_starts[1:], len(ordered))
-    shortest = int(lengths[ordered[-1]])
-    row_of = np.empty(len(ordered), dtype=np.int64)
+    shortest = int(sizes[-1])
+    row_of = np.empty(len(ordered), dtype=np.int32)
     rows_by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of rows_by_room, sorted
     num_rows = 0
-    for length, start, end in zip((-run_lengths).tolist(), run_starts.tolist(), run_ends.tolist(), strict=True):
+    for length, start, end in zip(run_lengths.tolist(), run_starts.tolist(), run_ends.tolist(), strict=True):
         while start < end:
             at = bisect_left(rooms, length)
             if at == len(rooms):

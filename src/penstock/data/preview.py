@@ -16,7 +16,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from penstock.data.files import place_name
+from penstock.data.counts import Noted
+from penstock.data.rows import place_name
 from penstock.data.store import Store, notes
 from penstock.errors import counted
 
@@ -52,7 +53,7 @@ def show(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, examples: int 
 def summary(dataset: Dataset) -> dict[str, object]:
     """The counts behind the preview, ready for JSON."""
     result: dict[str, object] = {
-        "data_format": dataset.data_format,
+        "data_format": dataset.data_format or "mixed",
         "fingerprint": dataset.fingerprint,
         "steps_per_epoch": dataset.train.steps_per_epoch(),
         "train": _loader_summary(dataset.train),
@@ -93,16 +94,26 @@ def _loader_summary(loader: Loader) -> dict[str, object]:
 
 def _store_summary(store: Store) -> dict[str, object]:
     counts = store.counts
-    noted = {"truncated": counts.truncated, "without_end_token": counts.unended, "spells_special_token": counts.spelled}
+    noted = {
+        "truncated": counts.truncated,
+        "without_end_token": counts.unended,
+        "spells_special_token": counts.spelled,
+        "split": counts.split,
+    }
     return {
         "rows": counts.rows,
         "kept": counts.kept,
         "longest": counts.longest,
         **{name: note.count for name, note in noted.items()},
-        "dropped": {
-            reason: {"count": note.count, "first": [place_name(store.files[file], line) for file, line in note.places]}
-            for reason, note in counts.dropped.items()
-        },
+        "dropped": _noted(store, counts.dropped),
+        "unused": _noted(store, counts.unused),
+    }
+
+
+def _noted(store: Store, notes: dict[str, Noted]) -> dict[str, object]:
+    return {
+        name: {"count": note.count, "first": [place_name(store.files[file], line) for file, line in note.places]}
+        for name, note in notes.items()
     }
 
 
@@ -176,7 +187,7 @@ def _packing(loader: Loader) -> RenderableType:
     facts = Text(
         f"{counted(loader.num_examples, 'example')} in {counted(loader.num_rows, 'row')}, {each.mean():.1f} a row "
         f"(at most {each.max()}); steps an epoch: {loader.steps_per_epoch():,}; "
-        f"form: {loader.store.data_format}\n"
+        f"form: {loader.store.data_format or 'mixed'}\n"
         f"{loader.num_tokens:,} tokens, {loader.num_trained / loader.num_tokens:.1%} of them trained on; "
         f"the longest row has {rows.max():,}, the rows are {_fill(loader):.1%} full"
     )
@@ -217,5 +228,5 @@ def _histogram(loader: Loader) -> RenderableType:
 def _rows_read(store: Store) -> RenderableType:
     counts = store.counts
     lines = [f"{counted(counts.rows, 'row')}, {counts.kept:,} kept; the longest has {counted(counts.longest, 'token')}"]
-    lines += notes(store) or ["nothing truncated, nothing dropped"]
+    lines += notes(store) or ["nothing truncated, nothing dropped, every column used"]
     return Text("\n".join(lines))

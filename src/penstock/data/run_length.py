@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from penstock.data.files import READERS, read_file
+from penstock.data.files import file_kind, read_file
+from penstock.data.source import local_files
 from penstock.plan.report import RunLength
+from penstock.recipe.lists import parse_parts
 from penstock.recipe.recipe import Recipe
 
 CHARACTERS_A_TOKEN = 4.0
@@ -31,7 +32,7 @@ ASSUMED = {"tatsu-lab/alpaca": (52_002, 100)}
 
 def run_length(recipe: Recipe) -> RunLength | None:
     """Steps and tokens, or None if the data is not here."""
-    counted = _count(_files(recipe.data), recipe.max_length)
+    counted = _count(_files(recipe), recipe.max_length)
     if counted is not None:
         examples, tokens = counted
         how = f"estimated from {recipe.data}: {examples:,} examples, 4 characters a token"
@@ -55,13 +56,11 @@ def _fixed(recipe: Recipe) -> RunLength | None:
     return RunLength(recipe.max_steps, tokens, "max_steps, full rows")
 
 
-def _files(data: str) -> list[Path]:
-    if data == "demo":
-        return [Path(str(resources.files("penstock.demo") / "examples.jsonl"))]
-    path = Path(data).expanduser()
-    if path.is_dir():
-        return sorted(p for p in path.iterdir() if p.suffix.lower() in READERS and not p.name.startswith("."))
-    return [path] if path.is_file() and path.suffix.lower() in READERS else []
+def _files(recipe: Recipe) -> list[Path]:
+    """The files of the data, if all of it is here. Shares of a mixture are not looked at: this is an estimate."""
+    found = [local_files(part.name, recipe.data_split) for part in parse_parts(recipe.data) or ()]
+    files = [path for paths in found for path in paths]
+    return files if all(found) and all(file_kind(path) for path in files) else []
 
 
 def _count(files: Iterable[Path], max_length: int) -> tuple[int, float] | None:
@@ -70,7 +69,11 @@ def _count(files: Iterable[Path], max_length: int) -> tuple[int, float] | None:
     for path in files:
         here, there, seen = 0, 0.0, 0
         rows = read_file(path)
-        sampled = path.suffix.lower() != ".parquet" and path.stat().st_size > 8 * 2**20
+        sampled = (
+            path.suffix.lower() not in (".gz", ".zst")
+            and file_kind(path) not in (".parquet", ".arrow")
+            and path.stat().st_size > 8 * 2**20
+        )
         for row in islice(rows, SAMPLE) if sampled else rows:
             here += 1
             there += min(max_length, _characters(row.fields) / CHARACTERS_A_TOKEN + TEMPLATE_TOKENS)

@@ -1,4 +1,4 @@
-"""Where rows come from: a file, a directory of files, a data set on the Hub, or the embedded demo.
+"""Where rows come from: a file, a directory of files, a data set on the Hub, the embedded demo, or several of them.
 
 A source knows a fingerprint of its content before a row is read, so that tokenized rows can be found in the cache
 without reading them again. Modification times were rejected as a fingerprint: they change with every copy and checkout,
@@ -11,18 +11,21 @@ import difflib
 import hashlib
 import importlib.resources
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from penstock.data.files import READERS, Row, read_file
+import xxhash
+
+from penstock.data.files import KINDS, file_kind, file_pieces
+from penstock.data.folders import open_folder
+from penstock.data.rows import Piece, Row
 from penstock.errors import DataError
+from penstock.recipe.lists import Part, parse_parts
 
 _HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(?::[\w.-]+)?")
-_HUB_ROWS = 1024
 _LARGE_BYTES = 2 << 30
-_LOCAL = "a JSON, JSONL, CSV or Parquet file, a directory of them, or `demo`"
+LOCAL = "a JSON, JSONL, CSV or Parquet file (or TSV, text, .gz, .zst), a directory of them, or `demo`"
 
 
 @dataclass(frozen=True)
@@ -33,51 +36,104 @@ class Source:
     files: tuple[str, ...]
     fingerprint: str
     read: Callable[[], Iterator[Row]]
+    pieces: Callable[[], Iterator[Piece]] | None = None
+    """The same rows in pieces that another process can be given, if they come from files."""
+    num_bytes: int = 0
+    """How much there is to read, about."""
+    parts: tuple[Source, ...] = ()
+    """What it is made of, if it was named as several."""
 
 
-def open_source(name: str, split: str, say: Callable[[str], None]) -> Source:
+@dataclass(frozen=True)
+class Reading:
+    """How a source is read, as far as the recipe says so."""
+
+    split_documents: str = "none"
+    stream: bool = False
+
+
+def open_source(name: str, split: str, say: Callable[[str], None], reading: Reading | None = None) -> Source:
     """The source that `name` stands for. `demo` is always the embedded one; a directory of that name is `./demo`."""
-    if name == "demo":
-        return _open_files(name, [Path(str(importlib.resources.files("penstock") / "demo" / "examples.jsonl"))], say)
+    reading = reading or Reading()
+    parts = parse_parts(name) or (Part(name),)
+    opened = tuple(_open_one(part.name, split, say, reading) for part in parts)
+    if reading.split_documents in ("lines", "blank-lines"):
+        _refuse_without_text(opened, name, reading.split_documents)
+    if len(opened) == 1:
+        return replace(opened[0], name=name)
+    files = tuple(file for part in opened for file in part.files)
+    if twice := sorted({file for file in files if files.count(file) > 1}):
+        raise DataError(f"{twice[0]} is named twice", where=name, remedy="Name it once; shares make it more or less.")
+
+    def read() -> Iterator[Row]:
+        for part in opened:
+            yield from part.read()
+
+    digest = hashlib.sha256(" ".join(part.fingerprint for part in opened).encode()).hexdigest()
+    return Source(name, files, digest, read, num_bytes=sum(part.num_bytes for part in opened), parts=opened)
+
+
+def _open_one(name: str, split: str, say: Callable[[str], None], reading: Reading) -> Source:
     path = Path(name).expanduser()
-    if path.is_dir():
-        return _open_files(name, _files_in(path), say)
+    files = local_files(name, split)
+    if files:
+        return _open_files(name, files, say, reading.split_documents)
     if path.exists():
-        if not path.is_file():
-            what, remedy = "is not a file on a disk, and is read more than once", "Write its content to a file first."
-            raise DataError(what, where=name, remedy=remedy)
-        return _open_files(name, [path], say)
+        what, remedy = "is not a file on a disk, and is read more than once", "Write its content to a file first."
+        raise DataError(what, where=name, remedy=remedy)
     if _looks_like_hub(name):
-        return _open_hub(name, split, say)
-    raise DataError(
-        "no such file or directory", where=name, remedy=f"{_near(path)}--data takes {_LOCAL}, or a Hub name."
-    )
+        return _open_hub(name, split, say, reading.stream)
+    remedy = f"{near(name)}--data takes {LOCAL}, or a Hub name."
+    raise DataError("no such file or directory", where=name, remedy=remedy)
+
+
+def _open_hub(name: str, split: str, say: Callable[[str], None], stream: bool) -> Source:
+    from penstock.data.hub import open_hub
+
+    return open_hub(name, split, say, stream)
+
+
+def _refuse_without_text(opened: tuple[Source, ...], name: str, split: str) -> None:
+    if not any(file_kind(Path(file)) == ".txt" for part in opened for file in part.files):
+        remedy = "Leave it out; --split-documents length is for rows of plain text in any file."
+        raise DataError("there is no .txt file to split", where=f"{name}, split_documents = {split!r}", remedy=remedy)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _files_in(directory: Path) -> list[Path]:
-    """The data files of a directory in the order of their names; anything else in it (a README) is passed over."""
-    paths = sorted(p for p in directory.iterdir() if p.suffix.lower() in READERS and not p.name.startswith("."))
-    if not paths:
-        raise DataError("no data file in the directory", where=str(directory), remedy=f"Put {_kinds()} files into it.")
-    return paths
+def local_files(name: str, split: str) -> Sequence[Path]:
+    """The files that a name stands for, if they are here."""
+    if name == "demo":
+        return [Path(str(importlib.resources.files("penstock") / "demo" / "examples.jsonl"))]
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return open_folder(path).choose(split)
+    return [path] if path.is_file() else []
 
 
-def _open_files(name: str, paths: list[Path], say: Callable[[str], None]) -> Source:
-    digest = hashlib.sha256()
+def _open_files(name: str, paths: Sequence[Path], say: Callable[[str], None], split_documents: str) -> Source:
+    digest, sizes = hashlib.sha256(), list[int]()
     for path in paths:
-        if path.suffix.lower() not in READERS:
+        if not file_kind(path):
             what = f"files {f'of type {path.suffix}' if path.suffix else 'without an extension'} are not read"
-            raise DataError(what, where=str(path), remedy=f"Convert it to one of {_kinds()}.")
-        digest.update(path.suffix.lower().encode() + _file_digest(path, say))
+            raise DataError(what, where=str(path), remedy=f"Convert it to one of {', '.join(KINDS)}.")
+        digest.update("".join(path.suffixes[-2:]).lower().encode() if path.suffix in (".gz", ".zst") else b"")
+        digest.update(file_kind(path).encode() + _file_digest(path, say))
+        sizes.append(path.stat().st_size)
+
+    def pieces() -> Iterator[Piece]:
+        before, total = 0, max(1, sum(sizes))
+        for path, size in zip(paths, sizes, strict=True):
+            for piece in file_pieces(path, split_documents):
+                yield replace(piece, done=(before + size * piece.done) / total)  # type: ignore[type-var]
+            before += size
 
     def read() -> Iterator[Row]:
-        for path in paths:
-            yield from read_file(path)
+        for piece in pieces():
+            yield from piece.rows()
 
-    return Source(name, tuple(map(str, paths)), digest.hexdigest(), read)
+    return Source(name, tuple(map(str, paths)), digest.hexdigest(), read, pieces, sum(sizes))
 
 
 def _file_digest(path: Path, say: Callable[[str], None]) -> bytes:
@@ -85,62 +141,25 @@ def _file_digest(path: Path, say: Callable[[str], None]) -> bytes:
         if (num_bytes := path.stat().st_size) > _LARGE_BYTES:
             say(f"Checking whether {path} ({num_bytes / 2**30:.1f} GiB) has changed")
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()
+            return hashlib.file_digest(file, xxhash.xxh3_128).digest()
     except OSError as error:
         remedy = "See that the file is there, and that you may read it."
         raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
 
 
-def _kinds() -> str:
-    return ", ".join(READERS)
-
-
-def _near(path: Path) -> str:
-    """A suggestion of files beside `path` whose names are like it, or nothing."""
+def near(name: str) -> str:
+    """A suggestion of files beside a path whose names are like it, or nothing."""
+    path = Path(name).expanduser()
     try:
         names = [p.name for p in path.parent.iterdir()]
     except OSError:
         return ""
-    near = [str(path.parent / n) for n in difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)]
-    return f"Did you mean {' or '.join(near)}? " if near else ""
-
-
-# --- the Hub ----------------------------------------------------------------------------------------------------------
+    found = [str(path.parent / n) for n in difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)]
+    return f"Did you mean {' or '.join(found)}? " if found else ""
 
 
 def _looks_like_hub(name: str) -> bool:
     """`owner/name` or `name`, with an optional `:configuration`. A word with a dot and no owner is a file name."""
     last = name.rpartition("/")[2]
-    is_file_name = Path(name).suffix.lower() in READERS or ("/" not in name and "." in last)
+    is_file_name = bool(file_kind(Path(name))) or ("/" not in name and "." in last)
     return _HUB_NAME.fullmatch(name) is not None and not is_file_name
-
-
-def _open_hub(name: str, split: str, say: Callable[[str], None]) -> Source:
-    say(f"Looking for {name} ({split}) on the Hugging Face Hub")
-    import datasets
-
-    repository, _, configuration = name.partition(":")
-    near = _near(Path(name))
-    try:
-        table = datasets.load_dataset(repository, configuration or None, split=split)
-    except ConnectionError as error:
-        remedy = f"{near}Without a network, --data takes {_LOCAL}."
-        raise DataError(f"no such file, and the Hub cannot be reached: {error}", where=name, remedy=remedy) from error
-    except FileNotFoundError as error:
-        remedy = f"{near}--data takes {_LOCAL}, or a Hub name; a private set needs HF_TOKEN in the environment."
-        raise DataError("neither a file here nor a data set on the Hub", where=name, remedy=remedy) from error
-    except Exception as error:  # whatever else a third-party loader meets (split, configuration, damaged files)
-        remedy = "--data-split names a split; --data OWNER/NAME:CONFIGURATION names a configuration."
-        raise DataError(f"cannot be loaded from the Hub: {error}", where=name, remedy=remedy) from error
-    return Source(name, (name,), f"{table._fingerprint}", lambda: _hub_rows(table, name))
-
-
-def _hub_rows(table: Any, name: str) -> Iterator[Row]:
-    number = 0
-    for batch in table.iter(batch_size=_HUB_ROWS):
-        columns = list(batch)
-        for values in zip(*batch.values(), strict=True):
-            number += 1
-            yield Row(dict(zip(columns, values, strict=True)), name, number)
-    if not number:
-        raise DataError("no rows in the data set", where=name, remedy="Name another split with --data-split.")

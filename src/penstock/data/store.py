@@ -26,20 +26,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from penstock.data.encoding import DTYPES, Counts, Noted, Unwritable, Written, write_examples, writing
+from penstock.data.counts import NAMED_NOTES, NOTES, Counts, Noted
+from penstock.data.encoding import DTYPES, Unwritable, Written, write_examples, writing
 from penstock.data.files import place_name
 from penstock.data.source import Source
 from penstock.data.turns import Format
-from penstock.errors import DataError, DoesNotFit
+from penstock.errors import DataError, DoesNotFit, counted
 from penstock.machine.cache import cache_dir
 from penstock.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = 3
-_FIELDS = ("data_format", "template", "end_token", "train_on_prompt", "max_length", "too_long")
+_VERSION = 4
+_FIELDS = (
+    "data_format", "columns", "split_documents", "template", "end_token", "train_on_prompt", "max_length", "too_long",
+)  # fmt: skip
 _BUILDING = ".building-"
 _ABANDONED_S = 2 * 24 * 3600.0
 
@@ -50,12 +54,17 @@ class Store:
 
     key: str
     files: tuple[str, ...]
-    data_format: Format
+    data_format: Format | None
+    """None if its parts have different forms."""
     counts: Counts
     ids: npt.NDArray[np.uint32]
     mask: npt.NDArray[np.uint8]
     offsets: npt.NDArray[np.int64]
+    trained: npt.NDArray[np.int32]
+    """Trained tokens of every example."""
     places: npt.NDArray[np.int64]
+    parts: tuple[int, ...]
+    """Examples of each part of its source, one after another."""
     keep: object = None
     """Owner of a temporary directory, which goes when the store goes."""
 
@@ -66,11 +75,6 @@ class Store:
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of every example."""
         return np.diff(self.offsets)
-
-    @cached_property
-    def trained(self) -> npt.NDArray[np.int64]:
-        """Trained tokens of every example."""
-        return np.add.reduceat(self.mask, self.offsets[:-1], dtype=np.int64)
 
     def example(self, i: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
         """Token ids of example i, and 1 where a token is trained on."""
@@ -89,9 +93,20 @@ def notes(store: Store) -> list[str]:
         "truncated": counts.truncated,
         "without a trained end token": counts.unended,
         "with text that spells a special token, and becomes it": counts.spelled,
+        "longer than max_length, in several examples": counts.split,
     }
     noted |= {f"dropped, {reason}": note for reason, note in counts.dropped.items()}
-    return [f"{note.count:,} {what}: {describe(note, files)}" for what, note in noted.items() if note.count]
+    lines = [f"{note.count:,} {what}: {describe(note, files)}" for what, note in noted.items() if note.count]
+    return [*lines, f"not used: {unused}"] if (unused := unused_columns(store)) else lines
+
+
+def unused_columns(store: Store) -> str:
+    """The columns and keys of messages that are not used, with the number of rows where not all have them."""
+    counts = store.counts
+    return ", ".join(
+        name if note.count == counts.rows else f"{name} (in {counted(note.count, 'row')})"
+        for name, note in counts.unused.items()
+    )
 
 
 def describe(noted: Noted, files: tuple[str, ...]) -> str:
@@ -230,19 +245,19 @@ def _load(directory: Path, files: tuple[str, ...]) -> Store | None:
             return None
         for name, checksum in entry["checksums"].items():
             with (directory / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
+                if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != checksum:
                     return None
         arrays: dict[str, Any] = {name: np.memmap(directory / name, dtype, "r") for name, dtype in DTYPES.items()}
-        written = Written(entry["data_format"], _counts(entry["counts"]), entry["checksums"])
+        written = Written(entry["data_format"], _counts(entry["counts"]), entry["checksums"], tuple(entry["parts"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Store(directory.name, files, written.data_format, written.counts, **arrays)
+    return Store(directory.name, files, written.data_format, written.counts, parts=written.parts, **arrays)
 
 
 def _counts(values: dict[str, Any]) -> Counts:
-    dropped = {reason: _noted(v) for reason, v in values["dropped"].items()}
-    noted = {name: _noted(values[name]) for name in ("truncated", "unended", "spelled")}
-    return Counts(**(values | noted | {"dropped": dropped}))
+    noted = {name: _noted(values[name]) for name in NOTES}
+    named = {name: {reason: _noted(v) for reason, v in values[name].items()} for name in NAMED_NOTES}
+    return Counts(**(values | noted | named))
 
 
 def _noted(values: dict[str, Any]) -> Noted:
@@ -254,7 +269,9 @@ def _noted(values: dict[str, Any]) -> Noted:
 
 def _check_counts(counts: Counts, source: Source, recipe: Recipe) -> None:
     """Refuse data from which nothing, or no end of a response, would be learned."""
-    longer = f"Raise --max-length (the longest example has {counts.longest:,} tokens)."
+    longer = (
+        f"Raise --max-length (the longest example has {counts.longest:,} tokens); plain text: --split-documents length."
+    )
     if not counts.kept:
         reasons = "; ".join(f"{n.count:,} {why} ({describe(n, source.files)})" for why, n in counts.dropped.items())
         what = f"no example is left of {counts.rows:,} rows with max_length {recipe.max_length}: {reasons}"

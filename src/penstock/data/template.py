@@ -2,12 +2,7 @@
 
 A span is a range of characters: a response and the token that ends it. Spans of characters and not of tokens, because
 the text is tokenized once and as a whole, exactly as the model will meet it; tokenizing the parts and joining them
-gives other tokens at the seams. The rejected alternatives: `return_assistant_tokens_mask` of transformers works
-only for the few templates that mark their responses with a `generation` block; searching for the header of a response
-needs a header for each model, and finds it inside what users write.
-
-Under a chat template a span begins where the prompt of inference ends: what the template then writes before the answer
-itself (Qwen3's empty think block, gpt-oss's channel) must be produced by the model, so it must be trained.
+gives other tokens at the seams. `chat.py` finds them under a chat template.
 
 What is counted and not defended against: text in the data that spells a special token becomes that token, as in every
 trainer that renders with the tokenizer's own template. In rows of plain text it is taken to be meant.
@@ -15,37 +10,22 @@ trainer that renders with the tokenizer's own template. In rows of plain text it
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import TYPE_CHECKING
 
+from penstock.data.chat import ChatTemplate
+from penstock.data.facts import EndToken, TokenizerFacts, facts_of
 from penstock.data.files import Row
-from penstock.data.turns import Dropped, Format, Turn, text_of, turns_of
-from penstock.errors import DataError, ModelError, UserError
+from penstock.data.forms import MEDIA, Format, Keys
+from penstock.data.messages import Turn, tools_of
+from penstock.data.render import Example
+from penstock.data.turns import Dropped, refuse_placeholders, text_of, turns_of
+from penstock.errors import DataError, ModelError
+from penstock.recipe.lists import parse_columns
 from penstock.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Span = tuple[int, int]
-
-DAY = datetime(2026, 1, 1)
-"""What templates that write today's date are given, or the same data would be other tokens after midnight."""
-_TODAY = re.compile(r"""strftime_now\(\s*(["'])([^"']*)\1\s*\)""")
-_MARK = "\ue000"
-_THOUGHT_ENDS = "</think>"
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """Text, and the ranges of its characters that are responses with their end token."""
-
-    text: str
-    spans: tuple[Span, ...]
-    spells_token: bool = False
-    """What someone said spells a special token."""
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -73,22 +53,29 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, recipe: Recipe, prompt: str,
 class Template:
     """Renders rows of one form for one tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, form: Format) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | TokenizerFacts, recipe: Recipe, form: Format) -> None:
+        facts = facts_of(tokenizer)
         self.form = form
         self.kind = recipe.template
         if self.kind == "auto":
-            self.kind = "chat" if tokenizer.chat_template else "alpaca"
-        if self.kind == "chat" and not tokenizer.chat_template:
+            self.kind = "chat" if facts.has_chat_template else "alpaca"
+        if self.kind == "chat" and not facts.has_chat_template:
             remedy = "Use --template alpaca or --template none."
             raise ModelError("the tokenizer has no chat template", where="template = 'chat'", remedy=remedy)
-        self._bos = _leading_bos(tokenizer)
-        self._end = EndToken(tokenizer, recipe.end_token)
-        self._chat = ChatTemplate(tokenizer, self._end) if self.kind == "chat" else None
+        self._bos, self._end = facts.bos, EndToken(facts, recipe.end_token)
+        self._chat = ChatTemplate(facts, self._end) if self.kind == "chat" else None
+        self._keys = Keys(form)
+        left_out = {column for column, name in parse_columns(recipe.columns) or () if not name}
+        self._looks_for_marks = not left_out & {*MEDIA}
 
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids that can end a response."""
         return self._end.special_ids
+
+    def unused(self, row: Row) -> tuple[str, ...]:
+        """Columns and keys of messages that are not used; what carries meaning and cannot be trained on is refused."""
+        return self._keys.unused(row)
 
     def render(self, row: Row) -> Example | Dropped:
         """The text of a row and its trained spans."""
@@ -98,12 +85,29 @@ class Template:
         turns = turns_of(row, self.form)
         if isinstance(turns, Dropped):
             return turns
-        example = self._chat.render(turns, row.where) if self._chat else self._plain(turns)
+        if self._looks_for_marks:
+            refuse_placeholders(turns, row.where)
+        tools = tools_of(row.fields, row.where)
+        if self._chat:
+            example = self._chat.render(turns, row.where, tools)
+        else:
+            self._refuse_tools(turns, tools, row.where)
+            example = self._plain(turns)
         responses = [turn for turn in turns if turn.role == "assistant"]
-        trained = tuple(span for span, turn in zip(example.spans, responses, strict=True) if turn.trained)
-        example = replace(example, spans=trained)
-        spells_token = any(self._end.special.search(part) for turn in turns for part in (turn.content, turn.input))
-        return replace(example, spells_token=True) if spells_token else example
+        both: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+        for span, turn in zip(example.spans, responses, strict=True):
+            both[turn.trained].append(span)
+        said = "\x00".join([part for turn in turns for part in (turn.content, turn.input)])
+        return Example(example.text, tuple(both[1]), self._end.special.search(said) is not None, tuple(both[0]))
+
+    def _refuse_tools(self, turns: list[Turn], tools: tuple[object, ...], where: str) -> None:
+        """Refuse what only a chat template has a place for."""
+        has = "tools" if tools else ""
+        for turn in turns:
+            has = "tool calls" if turn.calls or turn.role == "tool" else "thoughts" if turn.thought else has
+        if has:
+            what = f"the row has {has}, and the template {self.kind!r} has no place for them"
+            raise DataError(what, where=where, remedy="Use a tokenizer whose chat template has: --template chat.")
 
     def prompt(self, question: str, earlier: Sequence[Turn] = ()) -> str:
         """The text of a question, after earlier turns as training renders them, up to where the response begins."""
@@ -142,223 +146,3 @@ def _alpaca_heading(turn: Turn) -> str:
         return f"{turn.content}\n\n"
     given = f"### Input:\n{turn.input}\n\n" if turn.input else ""
     return f"### Instruction:\n{turn.content}\n\n{given}"
-
-
-def _leading_bos(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of the token that this tokenizer puts first by itself, or nothing."""
-    first = tokenizer("a")["input_ids"][:1]
-    return str(tokenizer.bos_token) if tokenizer.bos_token and first == [tokenizer.bos_token_id] else ""
-
-
-class EndToken:
-    """The token that ends a response, and the special tokens by which a template's own end tokens are recognised."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> None:
-        added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
-        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        special |= set(tokenizer.all_special_tokens)
-        if chosen is not None and chosen not in added:
-            # A token that is not an added one may be split or merged with its neighbours; it would never end anything.
-            what, known = "is not one of the tokenizer's special tokens", ", ".join(sorted(added)) or "(none)"
-            raise ModelError(what, where=f"end_token = {chosen!r}", remedy=f"Those are: {known}.")
-        special |= {chosen} if chosen else set()
-        self.chosen = chosen
-        self.default = chosen or tokenizer.eos_token
-        self.special_ids = frozenset(added[token] for token in special if token in added)
-        longest_first = sorted(special, key=len, reverse=True)
-        self.special = re.compile("|".join(map(re.escape, longest_first)) if special else r"(?!)")
-
-    def token(self) -> str:
-        """The token to append where the text has no end token yet."""
-        if not self.default:
-            what = "the tokenizer has no end token, so the model would never learn to stop"
-            raise ModelError(what, where="end_token", remedy="Name one of its special tokens with --end-token.")
-        return str(self.default)
-
-    def after(self, text: str) -> str:
-        """The text with its end token, which it may have already."""
-        return text if text.endswith(self.token()) else text + self.token()
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """What a chat template writes around the contents of a conversation with given roles.
-
-    `pieces[i]` comes before content i, the last piece after all of them. `leads[i]` is how many characters before
-    content i the prompt of inference ends, for a response.
-    """
-
-    pieces: tuple[str, ...]
-    leads: tuple[int, ...]
-
-
-class ChatTemplate:
-    """The tokenizer's own chat template (jinja, which transformers runs in its sandbox).
-
-    Where the contents lie in the output is found by rendering the same roles once with markers for contents. That is
-    exact however short a content is ("a" also occurs in `<|channel|>final`), and costs nothing per row, as the layout
-    of a sequence of roles is kept. Every row is still rendered by the template itself and compared with the layout; if
-    they differ, because the template looks into the contents (think blocks do that), the row is searched instead.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end: EndToken) -> None:
-        self._tokenizer, self._end = tokenizer, end
-        try:
-            template = tokenizer.get_chat_template()
-        except ValueError as error:  # it has several, and none of them by default
-            what, remedy = f"which chat template is meant cannot be told: {error}", "Use --template alpaca."
-            raise ModelError(what, where="template = 'chat'", remedy=remedy) from error
-        self._text = _TODAY.sub(lambda call: f"'{DAY.strftime(call[2])}'", template)
-        self._layouts: dict[tuple[str, ...], _Layout | None] = {}
-
-    def render(self, turns: list[Turn], where: str) -> Example:
-        """The text of the turns and the span of every response. The last turn is a response."""
-        text = self._apply(turns, where)
-        roles = tuple(turn.role for turn in turns)
-        if roles not in self._layouts:
-            self._layouts[roles] = self._layout(roles)
-        layout = self._layouts[roles]
-        found = _match(text, turns, layout) if layout else None
-        return self._close(text, found or self._search(text, turns, where))
-
-    def prompt(self, turns: list[Turn], where: str) -> str:
-        """The text of the turns, up to where the response begins."""
-        return self._apply(turns, where, generation_prompt=True)
-
-    def _apply(self, turns: list[Turn], where: str, *, generation_prompt: bool = False) -> str:
-        from jinja2.exceptions import TemplateError
-
-        messages = [{"role": turn.role, "content": turn.whole} for turn in turns]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages, chat_template=self._text, tokenize=False, add_generation_prompt=generation_prompt
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            remedy = "Change the turns to what the model's chat template takes, or use --template alpaca."
-            raise DataError(f"the chat template refuses the row: {error}", where=where, remedy=remedy) from error
-        return str(text)
-
-    def _prefix(self, turns: list[Turn], text: str) -> int | None:
-        """Length of the prompt of inference for these turns, if that is how `text` begins."""
-        try:
-            prefix = self.prompt(turns, where="")
-        except UserError:  # a template may refuse part of a conversation that it takes as a whole
-            return None
-        return len(prefix) if text.startswith(prefix) else None
-
-    def _layout(self, roles: tuple[str, ...]) -> _Layout | None:
-        """The layout of these roles, or None if the template does not write each content once and in order."""
-        marked = [Turn(role, f"\ue000{i}\ue001") for i, role in enumerate(roles)]
-        try:
-            text = self._apply(marked, where="")
-        except UserError:  # it asks something of the contents that a marker does not meet
-            return None
-        pieces, leads, at = [], [], 0
-        for i, turn in enumerate(marked):
-            start = text.find(turn.content, at)
-            if start < 0 or text.count(turn.content) != 1:
-                return None
-            pieces.append(text[at:start])
-            prefix = self._prefix(marked[:i], text) if turn.role == "assistant" else None
-            leads.append(start - prefix if prefix is not None and at <= prefix <= start else 0)
-            at = start + len(turn.content)
-        return _Layout((*pieces, text[at:]), tuple(leads))
-
-    def _search(self, text: str, turns: list[Turn], where: str) -> list[Span]:
-        """For each response (where training begins, where its content ends), by looking for the contents."""
-        self._refuse_gaps(text, turns, where)
-        found: list[Span] = []
-        at = 0
-        for i, turn in enumerate(turns):
-            if turn.role != "assistant":
-                continue
-            place = self._place(text, turns, i, at)
-            thought, answer = _parts(turn.content)
-            if place is None:
-                what = f"the chat template changes the response of turn {i + 1} beyond recognition"
-                raise DataError(what, where=where, remedy="Use --template alpaca or --template none.")
-            prefix, end = self._prefix(turns[:i], text), place + len(answer)
-            if prefix is None or not at < prefix <= place:
-                thought = thought.strip()  # which may have been left out, as earlier ones often are
-                said = text[at:place].rstrip()
-                prefix = at + len(said) - len(thought) if thought and said.endswith(thought) else place
-            blanks = turn.content[len(turn.content.rstrip()) :]
-            found.append((prefix, end + len(blanks) if text.startswith(blanks, end) else end))
-            at = found[-1][1]
-        return found
-
-    def _place(self, text: str, turns: list[Turn], i: int, at: int) -> int | None:
-        """Where the answer of turn i begins: where a marker in its place does, or where it occurs if that is once.
-
-        The first place after the response before was rejected: a question may hold the answer ("Is it yes or no?").
-        """
-        thought, answer = _parts(turns[i].content)
-        marked = replace(turns[i], content=thought + _MARK + turns[i].content[len(thought + answer) :])
-        try:
-            shown = self._apply([*turns[:i], marked, *turns[i + 1 :]], where="")
-        except UserError:  # it asks something of the contents that a marker does not meet
-            shown = ""
-        place = shown.find(_MARK)
-        if shown.count(_MARK) == 1 and text[:place] == shown[:place] and text.startswith(answer, place):
-            return place
-        start = max(at, self._prefix(turns[:i], text) or 0)
-        return text.find(answer, start) if text.count(answer, start) == 1 else None
-
-    def _refuse_gaps(self, text: str, turns: list[Turn], where: str) -> None:
-        """Refuse a row of which the template leaves something out. Earlier thoughts are left out rightly."""
-        for i, turn in enumerate(turns):
-            if turn.role != "assistant" and turn.whole.strip() not in text:
-                what = f"the chat template leaves out or changes turn {i + 1} ({turn.role})"
-                remedy = "Write it into the turn after it, or use --template alpaca."
-                raise DataError(what, where=where, remedy=remedy)
-        thought = _parts(turns[-1].content)[0].replace("<think>", "").replace(_THOUGHT_ENDS, "").strip()
-        if thought not in text:
-            what = "the chat template leaves out the thoughts of the last response"
-            raise DataError(what, where=where, remedy="Remove them from the data, or use --template alpaca.")
-
-    def _close(self, text: str, found: list[Span]) -> Example:
-        """Extend each span through the token that ends the response; add one at the end if the template does not."""
-        closing = self._end.special.search(text, found[-1][1])
-        chosen = self._end.chosen
-        if closing is None:
-            # Trailing blanks after the last response are the template's spacing; the end token takes their place.
-            text = text[: found[-1][1]] + text[found[-1][1] :].rstrip() + self._end.token()
-            return Example(text, (*found[:-1], (found[-1][0], len(text))))
-        if chosen and closing.group() != chosen:
-            what = f"the chat template ends a response with {closing.group()!r}"
-            remedy = "Leave --end-token out, or use --template alpaca."
-            raise ModelError(what, where=f"end_token = {chosen!r}", remedy=remedy)
-        limits = [start for start, _ in found[1:]] + [len(text)]
-        spans = []
-        for (start, end), limit in zip(found, limits, strict=True):
-            closing = self._end.special.search(text, end, limit)
-            stop = closing.end() if closing else end
-            # Some templates close what was said with one token and the turn with another, at which models stop.
-            if closing and self._end.default and closing.group() != self._end.default:
-                stop += len(self._end.default) if text.startswith(self._end.default, stop) else 0
-            spans.append((start, stop))
-        return Example(text, tuple(spans))
-
-
-def _parts(content: str) -> tuple[str, str]:
-    """Of a response: what comes before the answer (a thought with its end, and blanks), and the answer, trimmed."""
-    answer = content.rpartition(_THOUGHT_ENDS)[2].strip()
-    return content[: content.rfind(answer)] if answer else content, answer
-
-
-def _match(text: str, turns: list[Turn], layout: _Layout) -> list[Span] | None:
-    """For each response (where training begins, where its content ends), if the text is the layout and the contents."""
-    found: list[Span] = []
-    at = len(layout.pieces[0])
-    if not text.startswith(layout.pieces[0]):
-        return None
-    for turn, lead, following in zip(turns, layout.leads, layout.pieces[1:], strict=True):
-        for content in (turn.whole, turn.whole.strip()):
-            if text.startswith(content + following, at):
-                break
-        else:
-            return None
-        if turn.role == "assistant":
-            found.append((at - lead, at + len(content)))
-        at += len(content + following)
-    return found if at == len(text) else None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from penstock.errors import RecipeError, did_you_mean
+from penstock.recipe.lists import parse_columns, parse_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +83,20 @@ class Recipe:
     """Engine deepspeed: a JSON file whose values replace those of the generated configuration."""
 
     data: str = "demo"
-    """A JSON, JSONL, CSV or Parquet file, a directory of them, a Hub data set, or `demo` (embedded)."""
+    """A file, a directory, a Hub data set, or `demo` (embedded). Several with commas; shares of the examples as
+    a.jsonl:0.7,b.parquet:0.3."""
     data_split: str = "train"
-    """Split of a Hub data set."""
+    """Split of a Hub data set, or of a directory that has several."""
+    data_stream: bool = False
+    """Read a Hub data set while it is tokenized, instead of fetching it first."""
     data_format: Literal["auto", "alpaca", "messages", "prompt-completion", "text"] = "auto"
     """Form of the rows. `auto` tells it from the columns."""
+    columns: str = ""
+    """Columns by other names, such as question=prompt,answer=completion; an empty name leaves a column out."""
+    split_documents: Literal["none", "lines", "blank-lines", "length"] = "none"
+    """Plain text as several documents: of a .txt file every line, or what stands between blank lines; or `length`,
+    every document over max_length in pieces of it, so that nothing is cut. Without a word, --split-documents is
+    blank-lines."""
     data_percent: float = 100.0
     """Share of the examples that is used, in percent; chosen by the seed, or the first ones with --no-shuffle."""
     template: Literal["auto", "chat", "alpaca", "none"] = "auto"
@@ -109,7 +119,7 @@ class Recipe:
     eval_data: str | None = None
     """A file or Hub data set to evaluate on, instead of a held-out share."""
     eval_split: str = "test"
-    """Split of a Hub data set that is evaluated on."""
+    """Split of a Hub data set, or of a directory, that is evaluated on."""
 
     batch_size: int = 4
     """Rows in a step."""
@@ -220,6 +230,12 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (r.micro_batch_size <= r.batch_size, "micro_batch_size", f"is over batch_size {r.batch_size}", "Lower it."),
         (r.max_length >= 2, "max_length", "must be at least 2", "A token is predicted from the one before it."),
         (r.data != "", "data", "names nothing", "Name a file, a directory, or a data set of the Hub."),
+        (parse_parts(r.data) is not None, "data", "must be names with commas, all of them with a share or none",
+         "Such as a.jsonl:0.7,b.parquet:0.3."),
+        (all(p.weight is None for p in parse_parts(r.eval_data or "demo") or ()), "eval_data", "has shares",
+         "All of it is evaluated on: leave them out."),
+        (parse_columns(r.columns) is not None, "columns", "must be pairs of names, each name once",
+         "Such as question=prompt,answer=completion; label= leaves a column out."),
         (0 < r.data_percent <= 100, "data_percent", "must be over 0 and at most 100", "10 uses a tenth of them."),
         (0 <= r.validation <= 0.5, "validation", "must be between 0 and 0.5", "It is a share: 0.05 holds out 5 %."),
         (not (r.validation and r.eval_data), "validation", "does not go with eval_data", "Leave one of them out."),

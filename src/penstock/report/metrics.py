@@ -70,6 +70,8 @@ class Summary:
     model_dir: str
     run_dir: str
     answer: Answer | None
+    unused: tuple[str, ...] = ()
+    """Columns of the data, and keys of its messages, that were not used."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -207,6 +207,7 @@ def _data(run: RunRecord) -> list[tuple[str, str]]:
         ("tokens an epoch", f"{train['tokens']:,}, {share:.0%} of them trained on"),
         ("held out", f"{held['examples']:,} examples" if held else "nothing"),
         ("cut or dropped", f"{source['truncated']:,} truncated, {dropped:,} dropped of {source['rows']:,} rows"),
+        ("columns not used", ", ".join(source.get("unused", {})) or "none"),
         ("fingerprint", data["fingerprint"][:16]),
     ]
 

@@ -81,7 +81,7 @@ def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resum
         data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say)
     steps = math.ceil(recipe.epochs * data.train.steps_per_epoch())
     total_steps = min(steps, recipe.max_steps) if recipe.max_steps else steps
-    recipe = replace(recipe, data_format=data.data_format)  # so that `generate` asks as the rows did
+    recipe = replace(recipe, data_format=data.data_format or "auto")  # so that `generate` asks as the rows did
     return Run(recipe, device, config, tokenizer, data, total_steps)
 
 
@@ -170,6 +170,8 @@ class Outlook:
     rows: int
     tokens: int
     trained_tokens: int
+    unused: tuple[str, ...]
+    """Columns and keys of messages that are not used."""
     device: str
     run_dir: str
 
@@ -195,6 +197,7 @@ def dry_run(
         rows=train_set.num_rows,
         tokens=train_set.num_tokens,
         trained_tokens=train_set.num_trained,
+        unused=tuple(train_set.store.counts.unused),
         device=describe(run.device),
         run_dir=str(recipe.run_dir),
     )

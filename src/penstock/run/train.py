@@ -22,6 +22,7 @@ from penstock.checkpoint.resume import (
     verify_saved,
 )
 from penstock.checkpoint.run_dir import check_run_dir, make_run_dir, note_ranks
+from penstock.data.loader import Dataset
 from penstock.engine import Engine
 from penstock.engine.ranks import ALONE, World, bind, joined
 from penstock.machine.hardware import describe, pick_device
@@ -79,7 +80,7 @@ def train(
         if cut_off:
             world.largest(0)  # or a rank that ends would end the one that still writes the model
             raise interrupted(recipe, stop, last_step, run.total_steps)
-        summary = summarize(records.metrics, recipe.run_dir, ask_again(run, loaded, world))
+        summary = summarize(records.metrics, recipe.run_dir, ask_again(run, loaded, world), run.data)
         records.recorder.end(summary)
         return summary
 
@@ -229,7 +230,7 @@ def ask_again(run: Run, loaded: Loaded, world: World) -> Answer | None:
     return Answer(prompt, loaded.identity.before, after)
 
 
-def summarize(metrics: Metrics, run_dir: Path, dialogue: Answer | None) -> Summary:
+def summarize(metrics: Metrics, run_dir: Path, dialogue: Answer | None, data: Dataset) -> Summary:
     """The run in one object."""
     rows = metrics.rows
     tokens, seconds = sum(row.tokens for row in rows), sum(row.step_seconds for row in rows)
@@ -248,6 +249,7 @@ def summarize(metrics: Metrics, run_dir: Path, dialogue: Answer | None) -> Summa
         model_dir=str(run_dir / "model"),
         run_dir=str(run_dir),
         answer=dialogue,
+        unused=tuple(data.train.store.counts.unused),
     )
 
 

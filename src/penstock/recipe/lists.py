@@ -1,0 +1,53 @@
+"""Fields of a recipe that hold a list in one text: renamed columns, and data of several parts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def parse_columns(text: str) -> tuple[tuple[str, str], ...] | None:
+    """(column of the file, name that it gets) of `question=prompt,answer=completion`; None if it is not such a list.
+
+    An empty name leaves a column out.
+    """
+    pairs: list[tuple[str, str]] = []
+    for part in text.split(",") if text else []:
+        column, mark, name = (word.strip() for word in part.partition("="))
+        if not column or not mark or "=" in name:
+            return None
+        pairs.append((column, name))
+    columns, names = [column for column, _ in pairs], [name for _, name in pairs if name]
+    return tuple(pairs) if len({*columns}) == len(columns) and len({*names}) == len(names) else None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the names in `--data`, and its share of the examples if shares are given."""
+
+    name: str
+    weight: float | None = None
+
+
+def parse_parts(text: str) -> tuple[Part, ...] | None:
+    """The parts of `a.jsonl:0.7,b.parquet:0.3` or `a.jsonl,b.jsonl`; None if some have a share and others none.
+
+    A file whose own name has a comma or ends like a share is that file, and one name has no share of anything.
+    """
+    if "," not in text or Path(text).expanduser().exists():
+        return (Part(text),) if text else None
+    parts = tuple(_part(word.strip()) for word in text.split(","))
+    weighted = [part for part in parts if part.weight is not None]
+    whole = all(part.name and (part.weight is None or 0 < part.weight < math.inf) for part in parts)
+    return parts if whole and len(weighted) in (0, len(parts)) else None
+
+
+def _part(word: str) -> Part:
+    name, mark, number = word.rpartition(":")
+    if not mark or Path(word).expanduser().exists():
+        return Part(word)
+    try:
+        return Part(name, float(number))
+    except ValueError:
+        return Part(word)  # the configuration of a Hub data set
