@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,24 @@ def test_scripts_name_only_what_is_there(path):
             for name in node.names:
                 found = hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}")
                 assert found, f"{path.name}: {node.module} has no {name.name}"
+
+
+def test_the_name_to_install_is_the_one_that_is_ours():
+    """On PyPI `penstock` is another project; the distribution is `penstock-train`."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = settings["optional-dependencies"]
+    assert settings["name"] == "penstock-train"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    named = [name for name in listed.splitlines() if name.endswith((".md", ".py", ".sh", ".toml", ".ipynb"))]
+    for path in (ROOT / name for name in named if not name.startswith("tests/")):
+        text = path.read_text(encoding="utf-8").replace("\\[", "[")
+        assert not re.search(r"\bpenstock\[|pip install '?penstock[' ]", text), path
+        for extra in re.findall(r"(?:penstock-train|'\.)\[([a-z]+)\]", text):
+            assert extra in extras, f"{path}: there is no extra {extra}"
+
+
+def test_what_the_readme_shows_needs_no_extra():
+    """The charts of a report are a plain dependency; trackers and DeepSpeed are extras that are named as such."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert any(name.startswith("vl-convert-python") for name in settings["dependencies"])
+    assert set(settings["optional-dependencies"]) == {"deepspeed", "test", "docs", "tensorboard", "wandb", "trackio"}

@@ -29,6 +29,7 @@ from penstock.plan.predict import Plan
 from penstock.plan.report import make_plan, short, with_recompute
 from penstock.recipe.recipe import Recipe, recompute_by_layer, to_dict
 from penstock.report.console import Console
+from penstock.report.trackers import check_installed
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,7 @@ def dry_run(
     recipe: Recipe, console: Console, *, overwrite: bool = False, resume: str = "", resume_anyway: bool = False
 ) -> Outlook:
     """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
+    check_installed(recipe)
     console.say(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True).rstrip())
     check_run_dir(recipe.run_dir, overwrite=overwrite, own=goes_on_in(recipe.run_dir, resume))
     saved = find_start(recipe.run_dir, resume, overwrite=overwrite)

@@ -31,7 +31,7 @@ from penstock.report.console import Console
 from penstock.report.facts import Recorder
 from penstock.report.metrics import Answer, EvalRow, Metrics, StepFacts, StepRow, Summary
 from penstock.report.panel import sources_of
-from penstock.report.trackers import Trackers
+from penstock.report.trackers import Trackers, check_installed
 from penstock.run.ending import Stop, disk_advice, interrupted, memory_advice, signals
 from penstock.run.generate import answer
 from penstock.run.loading import Loaded, load_engine
@@ -53,6 +53,7 @@ def train(
     Of several ranks all run this; the first one alone reads and writes the directory of the run.
     """
     check_batch(recipe.batch_size, world.size)
+    check_installed(recipe)
     device = world.pick(pick_device(recipe.device))
     trackers = Trackers(recipe if world.first else replace(recipe, track=""), console.say)
     with joined(world, device), claimed(recipe.run_dir, resume, world, overwrite=overwrite) as own, trackers:
