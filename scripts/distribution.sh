@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the wheel and the sdist, install each into an empty environment, and run what the README shows there.
+# Build the wheel and the sdist, install each into an environment without it, and run what the README shows there.
 #
 #     scripts/distribution.sh [DIRECTORY]     # where the files go; a temporary one otherwise
 set -euo pipefail
@@ -15,10 +15,10 @@ python3 -m venv "$work/builder"
 "$work/builder/bin/pip" install -q -c "$root/constraints.txt" build
 "$work/builder/bin/python" -m build -q --outdir "$dist" "$work/source"
 
+python3 -m venv "$work/env"
 for file in "$dist"/penstock_train-*.whl "$dist"/penstock_train-*.tar.gz; do
-  echo "+ $(basename "$file") in an empty environment"
-  rm -rf "$work/env" "$work/run"
-  python3 -m venv "$work/env" && mkdir "$work/run"
+  echo "+ $(basename "$file") in an environment without it"
+  rm -rf "$work/run" && mkdir "$work/run"
   "$work/env/bin/pip" install -q -c "$root/constraints.txt" "$file"
   (
     cd "$work/run" # not in the checkout, whose source would be found first
@@ -36,5 +36,6 @@ assert version("penstock-train") == __version__
 assert host_library() is not None, "the C kernel was not built"
 PYTHON
   )
+  "$work/env/bin/pip" uninstall -q -y penstock-train # what is left are its dependencies, which both have
 done
 echo "+ both work"

@@ -23,7 +23,7 @@ def penstock(*words, cwd=None, env=None):
 def test_flag_over_yaml_over_preset(tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     path.write_text("preset: demo\nlr: 2e-4\nbatch_size: 3\n")
-    recipe, _ = find_recipe(str(path))
+    recipe = find_recipe(str(path)).recipe
     assert (recipe.name, recipe.lr, recipe.batch_size) == ("mine", 2e-4, 3)
     assert recipe.max_length == PRESETS["demo"].max_length
     assert main(["train", str(path), "--lr", "3e-4", "--dry-run", "--json", "--output-dir", str(tmp_path / "o")]) == 0
@@ -59,7 +59,10 @@ def test_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):
         (["bench", "demo", "--steps", "0"], "--steps 0: must be at least 1"),
         (["plan", "llama-8b", "--gpu", "h20"], "Did you mean 'h200'?"),
         (["plan", "llama-8b", "--gpu", "h200", "--gpus", "0"], "--gpus 0: must be at least 1"),
-        (["train", "demo", "--data", ""], "names nothing"),
+        (["train", "demo", "--data", ""], "--data: no data is named"),
+        (["train", "--model", "some/model"], "--data: no data is named"),
+        (["data", "--model", "some/model"], "--data: no data is named"),
+        (["train", "--data", "my.jsonl"], "--data my.jsonl: no model is named for it"),
         (["plan", "llama-8b", "--gpu", "h200", "--host-memory", "lots"], "is not a size"),
         (["plan", "demo", "--model", "nobody/nothing", "--gpu", "h200"], "neither here nor in Hugging Face's cache"),
         (["generate", "no-such-run", "hello"], "not the directory of a run"),
@@ -299,8 +302,8 @@ def test_a_run_goes_on_when_nobody_reads_its_lines_any_more(tmp_path):
 
 def test_our_warnings_are_shown_and_those_of_libraries_are_not():
     code = (
-        "import warnings, penstock.command.cli as cli\n"
-        "cli._quiet_libraries(False)\n"
+        "import warnings, penstock.command.libraries as libraries\n"
+        "libraries.quiet_libraries(False)\n"
         "warnings.warn_explicit('ours', UserWarning, 'homes.py', 1, module='penstock.offload.homes')\n"
         "warnings.warn_explicit('theirs', UserWarning, 'x.py', 1, module='torch.x')\n"
     )

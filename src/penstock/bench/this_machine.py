@@ -16,9 +16,13 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.machine.hardware import available_host_bytes, pci_gpus, usable_cores
 from penstock.machine.known import Machine
+
+if TYPE_CHECKING:
+    import torch
 
 Say = Callable[[str], None]
 DISK_BYTES = 64 * 2**20
@@ -63,6 +67,25 @@ def known_machine() -> Machine | None:
     """This machine if its rates were measured before: for those who do not want to wait for it."""
     machine = _load(cache_file()).get(identity())
     return dataclasses.replace(machine, host_bytes=available_host_bytes()) if machine else None
+
+
+def unmeasured_machine(device: torch.device) -> Machine:
+    """This machine's memory, with rates of one: enough to tell whether something fits, and nothing else."""
+    gpu_bytes = 0
+    if device.type == "cuda":
+        import torch
+
+        gpu_bytes = int(torch.cuda.get_device_properties(device).total_memory)
+    return Machine(
+        name="this machine",
+        gpu_bytes=gpu_bytes,
+        host_bytes=available_host_bytes(),
+        cores=len(usable_cores()),
+        matrix_flops_per_s=1.0,
+        device_memory_bytes_per_s=1.0,
+        link_bytes_per_s=1.0,
+        host_params_per_s=1.0,
+    )
 
 
 def measure() -> Machine:

@@ -61,8 +61,9 @@ BY_CONTENT = {"model", "revision", "tokenizer", "data", "data_split", "eval_data
 """Fields that only say where something is: what is there is compared instead."""
 FIXED = {"dtype", "init", "shape", "states", "engine"}
 """Fields that decide what tensors there are; no flag makes these fit."""
-AS_BEGUN = {"dtype", "recompute"}
-"""Fields whose `auto` is not chosen anew: compiled layers may round in another order with another recompute."""
+AS_BEGUN: dict[str, object] = {"dtype": "auto", "recompute": "auto", "max_length": 0, "micro_batch_size": 0}
+"""Fields that are not chosen anew where nobody says anything, and how that is written: compiled layers may round in
+another order with another recompute, and another machine may have room for other rows."""
 
 Say = Callable[[str], None]
 
@@ -247,7 +248,7 @@ def as_begun(recipe: Recipe, saved: Saved | None) -> Recipe:
     """A resumed run goes on with what `auto` was when it began, as another machine may choose otherwise."""
     begun = {name: value for name, value in (saved.recipe if saved else {}).items() if name in AS_BEGUN}
     return dataclasses.replace(
-        recipe, **{name: value for name, value in begun.items() if getattr(recipe, name) == "auto"}
+        recipe, **{name: value for name, value in begun.items() if getattr(recipe, name) == AS_BEGUN[name]}
     )
 
 

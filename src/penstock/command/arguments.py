@@ -7,13 +7,13 @@ hand would say every name, type and default twice. Nothing heavy is imported, so
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
 from penstock.errors import RecipeError, did_you_mean
-from penstock.recipe.file import all_of_own_data, find_recipe
+from penstock.recipe.file import Found, all_of_own_data, borrowed, find_recipe, for_model
 from penstock.recipe.recipe import Recipe
 
 Flag = Annotated[bool, FlagCreatePairsOff]
@@ -33,7 +33,10 @@ class RecipeArgs:
 
 @dataclasses.dataclass(frozen=True)
 class TrainArgs(RecipeArgs):
-    """Fine-tune every parameter of a model. RECIPE is a preset or a YAML file; without one, `demo`."""
+    """Fine-tune every parameter of a model.
+
+    RECIPE is a preset or a YAML file; without one and without --model, `demo`.
+    """
 
     dry_run: Flag = False
     """Check everything and say what would happen, without loading weights or writing."""
@@ -59,7 +62,7 @@ class TrainArgs(RecipeArgs):
 class DataArgs(RecipeArgs):
     """Show what the model will see: tokens and mask, packing, lengths, what was cut or dropped.
 
-    RECIPE is a preset or a YAML file; without one, `demo`.
+    RECIPE is a preset or a YAML file; without one and without --model, `demo`.
     """
 
     examples: int = 3
@@ -70,7 +73,7 @@ class DataArgs(RecipeArgs):
 class BenchArgs(RecipeArgs):
     """Measure a step with random weights: against forward and backward alone, the machine's ceilings, and peers.
 
-    RECIPE is a preset or a YAML file; without one, `demo`.
+    RECIPE is a preset or a YAML file; without one and without --model, `demo`.
     """
 
     against: str = ""
@@ -99,7 +102,7 @@ class BenchArgs(RecipeArgs):
 class PlanArgs(RecipeArgs):
     """Say in advance whether a run fits, how fast it will be, and what to change. Needs no GPU and no weights.
 
-    RECIPE is a preset or a YAML file; without one, `demo`.
+    RECIPE is a preset or a YAML file; without one and without --model, `demo`.
     """
 
     gpu: str = ""
@@ -195,23 +198,52 @@ class ReportArgs:
 Args = TypeVar("Args", bound=RecipeArgs)
 
 
-def parse_with_recipe(kind: type[Args], command: str, words: list[str], **changes: Any) -> Args:
+@dataclasses.dataclass(frozen=True)
+class Parsed(Generic[Args]):
+    """Arguments, and what should be said of where their recipe comes from."""
+
+    args: Args
+    note: str
+
+
+def parse_with_recipe(kind: type[Args], command: str, words: list[str], **changes: Any) -> Parsed[Args]:
     """Flags over YAML over preset: the recipe that is named, with `changes`, becomes the default of every flag."""
     named = bool(words) and not words[0].startswith("-")
-    found, chosen = find_recipe(words[0] if named else "demo")
-    base = dataclasses.replace(found, **changes)
+    found = find_recipe(words[0]) if named else _unnamed(words)
+    base = dataclasses.replace(found.recipe, **changes)
     shown = " [RECIPE]" if {"-h", "--help"} & set(words) else ""  # which tyro does not know of
     words, prog = words[1:] if named else words, f"penstock {command}{shown}"
     args = tyro.cli(kind, default=kind(recipe=base), args=words, prog=prog)
-    if chosen or any(word.split("=")[0] in ("--data-percent", "--data_percent") for word in words):
-        return args
-    return dataclasses.replace(args, recipe=all_of_own_data(args.recipe, base))
+    if not found.has_share and _value(words, "data-percent") is None:
+        args = dataclasses.replace(args, recipe=all_of_own_data(args.recipe, base))
+    return Parsed(args, borrowed(found, args.recipe))
+
+
+def _unnamed(words: list[str]) -> Found:
+    """The recipe of a command that names none: the demo, unless it has a model of its own."""
+    model, data = _value(words, "model"), _value(words, "data")
+    if model and model != "demo":
+        return Found(for_model(model))
+    if model is None and data not in (None, "demo"):
+        remedy = "Name one with --model, or a preset: such as penstock train smollm2-135m --data my.jsonl."
+        raise RecipeError("no model is named for it", where=f"--data {data}", remedy=remedy)
+    return find_recipe("demo")
+
+
+def _value(words: list[str], name: str) -> str | None:
+    """The last value that a command line gives to a flag, or None."""
+    found, spellings = None, (f"--{name}", f"--{name.replace('-', '_')}")
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        flag, joined, value = word.partition("=")
+        if flag in spellings:
+            found = value if joined else following
+    return found
 
 
 def with_value(words: list[str], flag: str, value: str) -> list[str]:
     """`flag` with the value that it has when none follows: tyro knows no flag that may stand alone."""
     filled: list[str] = []
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
+    for word, following in zip(words, [*words, "--"][1:], strict=True):
         filled += [word, value] if word == flag and following.startswith("-") else [word]
     return filled
 

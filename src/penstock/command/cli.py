@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import tyro
 
@@ -30,10 +30,14 @@ from penstock.command.arguments import (
     read_ratios,
     with_value,
 )
+from penstock.command.libraries import prepare_torch, quiet_libraries
 from penstock.errors import RecipeError, UserError, counted, did_you_mean, tell
 from penstock.machine.signals import handling
 from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import to_dict
+
+if TYPE_CHECKING:
+    from penstock.report.console import Console
 
 
 def run() -> NoReturn:
@@ -57,7 +61,7 @@ def run() -> NoReturn:
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    _prepare_torch()
+    prepare_torch()
     try:
         with handling(_end, signal.SIGTERM):
             return _dispatch(words)
@@ -119,7 +123,8 @@ def _usage() -> str:
 
 def train(words: list[str]) -> int:
     """Fine-tune a model: penstock train [RECIPE] [--flags]."""
-    args = parse_with_recipe(TrainArgs, "train", with_value(words, "--resume", "newest"))
+    parsed = parse_with_recipe(TrainArgs, "train", with_value(words, "--resume", "newest"))
+    args = parsed.args
     from penstock.machine.launch import Machines, check_batch, follow_launcher, launch
 
     machines = Machines(args.gpus, args.nodes, args.node_rank, args.rendezvous)
@@ -131,7 +136,7 @@ def train(words: list[str]) -> int:
     if machines.ranks > 1 and "RANK" not in os.environ and not args.dry_run:
         return launch(["train", *words], machines, debug=args.debug)
     follow_launcher()
-    _quiet_libraries(args.debug)
+    quiet_libraries(args.debug)
     from penstock.engine.ranks import find_world
     from penstock.report.console import Console
     from penstock.report.metrics import to_json
@@ -140,6 +145,7 @@ def train(words: list[str]) -> int:
 
     world = find_world()
     console = Console(json=args.json, quiet=args.quiet or not world.first)
+    _note(console, parsed.note)
     start = {"overwrite": args.overwrite, "resume_anyway": args.resume_anyway}
     if args.dry_run:
         outlook = dry_run(args.recipe, console, resume=args.resume, **start)
@@ -157,15 +163,23 @@ def train(words: list[str]) -> int:
     return 0
 
 
+def _note(console: Console, note: str) -> None:
+    """Say where the recipe comes from, if there is something to say."""
+    if note:
+        console.say(note)
+
+
 def data(words: list[str]) -> int:
     """Show what the model will see: penstock data [RECIPE] [--flags]."""
-    args = parse_with_recipe(DataArgs, "data", words)
-    _quiet_libraries(args.debug)
+    parsed = parse_with_recipe(DataArgs, "data", words)
+    args = parsed.args
+    quiet_libraries(args.debug)
     from penstock.data.preview import show, summary
     from penstock.report.console import Console
     from penstock.run.preparation import prepare_run
 
     console = Console(json=args.json)
+    _note(console, parsed.note)
     prepared = prepare_run(args.recipe, console)
     if args.json:
         print(json.dumps(summary(prepared.data)))
@@ -178,7 +192,8 @@ def data(words: list[str]) -> int:
 def bench(words: list[str]) -> int:
     """Measure a step against its floor and against peers: penstock bench [RECIPE] [--against PEERS]."""
     # Weights are random here, so that a recipe's shape may be changed without saying so.
-    args = parse_with_recipe(BenchArgs, "bench", words, init="random")
+    parsed = parse_with_recipe(BenchArgs, "bench", words, init="random")
+    args = parsed.args
     if args.recipe.engine != "penstock":
         raise RecipeError("bench measures ours", where="--engine", remedy="DeepSpeed is a peer: --against deepspeed.")
     if args.steps < 1:
@@ -196,14 +211,19 @@ def bench(words: list[str]) -> int:
         "peer_modes": read_choices("--peer-modes", args.peer_modes, modes),
     }
     ratios = read_ratios(args.peer_ratio)
-    _quiet_libraries(args.debug)
+    quiet_libraries(args.debug)
     from penstock.bench.run import Asked
     from penstock.bench.run import bench as run
+    from penstock.bench.this_machine import unmeasured_machine
+    from penstock.machine.hardware import pick_device
     from penstock.report.console import Console
+    from penstock.run.row_length import with_length_if_known
 
     console = Console(json=args.json)
+    _note(console, parsed.note)
+    recipe = with_length_if_known(args.recipe, unmeasured_machine(pick_device(args.recipe.device)), 1, console.say)
     asked = Asked(steps=args.steps, timeout_s=args.timeout, peer_ratios=ratios, timeline=args.timeline, **chosen)
-    report = run(args.recipe, asked, to=args.to, say=console.say)
+    report = run(recipe, asked, to=args.to, say=console.say)
     if args.json:
         rows = [dataclasses.asdict(row) for row in report.rows]
         found = {"directory": str(report.directory), "ceilings": dataclasses.asdict(report.ceilings), "rows": rows}
@@ -213,7 +233,8 @@ def bench(words: list[str]) -> int:
 
 def plan(words: list[str]) -> int:
     """Predict memory and speed, here or on another machine: penstock plan [RECIPE] [--gpu gh200 --gpus 2]."""
-    args = parse_with_recipe(PlanArgs, "plan", words, init="random")
+    parsed = parse_with_recipe(PlanArgs, "plan", words, init="random")
+    args, recipe = parsed.args, parsed.args.recipe
     if args.recipe.engine != "penstock":
         raise RecipeError(
             "the plan is of ours", where="--engine", remedy="Leave it out: of DeepSpeed nothing is predicted."
@@ -225,20 +246,30 @@ def plan(words: list[str]) -> int:
     from penstock.plan import report
     from penstock.plan.refusal import refusal
 
+    def aside(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    if parsed.note:
+        aside(parsed.note)
     known = {"host_memory": args.host_memory, "gpu_memory": args.gpu_memory, "link": args.link, "cores": args.cores}
     if args.gpu:
         machine = find_machine(args.gpu, **known)  # type: ignore[arg-type]
     else:
         from penstock.bench.this_machine import this_machine
 
-        measured = this_machine(remeasure=args.remeasure, say=lambda text: print(text, file=sys.stderr))
+        measured = this_machine(remeasure=args.remeasure, say=aside)
         machine = adjusted(measured, **known)  # type: ignore[arg-type]
     if args.all:
         cells = report.matrix(machine)
         rows = [{"preset": c.preset, "gpus": c.gpus, "plan": c.plan and report.as_json(c.plan)} for c in cells]
         print(json.dumps(rows) if args.json else "\n".join(report.matrix_lines(machine, cells)))
         return 0
-    found = report.make_report(args.recipe, machine, args.gpus, best=args.best, length=run_length(args.recipe))
+    if not recipe.max_length:  # nobody has said it: a tokenizer is needed, which takes seconds
+        from penstock.run.row_length import with_length_if_known
+
+        recipe = with_length_if_known(recipe, machine, args.gpus, aside)
+    length = run_length(recipe) if recipe.data else None
+    found = report.make_report(recipe, machine, args.gpus, best=args.best, length=length)
     planned = report.report_json(found)
     if found.plan.fits or not args.json:
         print(json.dumps(planned) if args.json else "\n".join(report.lines(found)))
@@ -265,7 +296,7 @@ def doctor(words: list[str]) -> int:
 def export(words: list[str]) -> int:
     """Write a run's model as a Hugging Face directory, or check its checkpoints: penstock export RUN --to DIR."""
     args = tyro.cli(ExportArgs, args=words, prog="penstock export")
-    _quiet_libraries(args.debug)
+    quiet_libraries(args.debug)
     if not (args.to or args.verify):
         remedy = "Name a directory with --to, or check checkpoints with --verify."
         raise RecipeError("nothing to do", where="export", remedy=remedy)
@@ -290,7 +321,7 @@ def export(words: list[str]) -> int:
 def generate(words: list[str]) -> int:
     """Ask a run's model, once or in a conversation: penstock generate RUN ["prompt"]."""
     args = tyro.cli(GenerateArgs, args=words, prog="penstock generate")
-    _quiet_libraries(args.debug)
+    quiet_libraries(args.debug)
     from penstock.run.generate import Chat, questions
 
     chat = Chat(Path(args.run), args.max_new_tokens, args.temperature, args.seed, args.device)
@@ -317,36 +348,6 @@ def report(words: list[str]) -> int:
     else:
         print(*[f"Written: {path}" for path in (written.page, *written.images)], sep="\n")
     return 0
-
-
-def _prepare_torch() -> None:
-    """What torch reads when it is imported and when it first uses a GPU, unless the user has said something else."""
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    # Or threads that wait would spin on cores that others could use: 59 s instead of 18 for 30 steps of the demo on two
-    # shared cores, and nothing gained on idle ones (benchmarks/results/2026-11-15-cpu/waiting.txt).
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
-def _quiet_libraries(debug: bool) -> None:
-    """Their bars and warnings would break our lines; with --debug they are wanted. Our own are shown as one line."""
-    if debug:
-        return
-    import warnings
-
-    import torch
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging
-
-    if not torch.cuda.is_available():  # or DeepSpeed, which transformers imports if it can, says so on standard output
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    hub_logging.set_verbosity_error()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    warnings.filterwarnings("default", module=r"penstock\.")
-    warnings.formatwarning = lambda message, *_, **__: f"  WARNING: {message}\n"
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

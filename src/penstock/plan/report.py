@@ -15,7 +15,7 @@ from penstock.errors import RecipeError, UserError, counted
 from penstock.machine.known import Machine
 from penstock.plan.architecture import architecture_of
 from penstock.plan.job import Job, Settings
-from penstock.plan.layout import GPU_RESERVE
+from penstock.plan.layout import gpu_reserve
 from penstock.plan.predict import Plan, host_reserve, predict, sharing_a_host
 from penstock.plan.solve import (
     EVERYTHING,
@@ -83,13 +83,14 @@ def with_recompute(recipe: Recipe, machine: Machine | None, gpus: int = 1) -> Re
     if machine is None or not machine.has_gpu:
         return replace(recipe, recompute="none")
     try:
-        plan = solve(_job(recipe, machine), machine, gpus, Free(recipe.states, recipe.rows_on(gpus)))
+        plan = solve(job_on(recipe, machine), machine, gpus, Free(recipe.states, recipe.rows_on(gpus)))
     except UserError:  # a model that the plan does not know
         plan = None
     return replace(recipe, recompute=plan.settings.recompute if plan else "full")
 
 
-def _job(recipe: Recipe, machine: Machine) -> Job:
+def job_on(recipe: Recipe, machine: Machine) -> Job:
+    """What a recipe asks for on a machine."""
     wide = recipe.dtype == "fp32" or (recipe.dtype == "auto" and not machine.has_gpu)
     return job_of(recipe, 4 if wide else 2, gpu=machine.has_gpu)
 
@@ -104,7 +105,7 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
         )
     recipe = with_recompute(recipe, machine, gpus)
     settings = Settings(recipe.states, recipe.rows_on(gpus), recipe.recompute)
-    return predict(_job(recipe, machine), settings, machine, gpus)
+    return predict(job_on(recipe, machine), settings, machine, gpus)
 
 
 def make_report(
@@ -176,12 +177,13 @@ def _memory(plan: Plan) -> list[str]:
     for where, name, size in places if plan.machine.has_gpu else places[1:]:
         parts = [b for b in plan.buffers if b.place in where and b.num_bytes >= 5e6]
         total = sum(b.num_bytes for b in parts)
-        free = GPU_RESERVE
+        free, what = gpu_reserve(plan.machine.gpu_bytes), "fragments and workspaces"
         if where != ("gpu",):
             sharing = sharing_a_host(plan.machine, plan.gpus)
             size, free = size // sharing, host_reserve(plan.machine) // sharing
+            what = "the data, the page cache, other programs"
         found.append(
-            f"{name}{share}: {total / 1e9:,.1f} GB of {size / 1e9:,.1f}, of which {free / 1e9:.1f} are left free"
+            f"{name}{share}: {total / 1e9:,.1f} GB of {size / 1e9:,.1f}; {free / 1e9:.1f} are kept free for {what}"
         )
         for part in sorted(parts, key=lambda b: -b.num_bytes):
             note = ""

@@ -93,7 +93,8 @@ class Recipe:
     train_on_prompt: bool = False
     """Train on prompts too, not only on responses and their end token."""
     max_length: int = 4096
-    """Tokens in a row; a longer example is handled by --too-long."""
+    """Tokens in a row; a longer example is handled by --too-long. 0: as many as the longest example has, up to 4096 and
+    to what the model and the memory have room for."""
     too_long: Literal["truncate", "drop", "refuse"] = "truncate"
     """What happens to an example over max_length. Each is counted and reported."""
     packing: bool = True
@@ -207,8 +208,8 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (r.batch_size >= 1, "batch_size", "must be at least 1", "It is the number of rows in a step."),
         (r.micro_batch_size >= 0, "micro_batch_size", "must not be negative", "0 means all of a step."),
         (r.micro_batch_size <= r.batch_size, "micro_batch_size", f"is over batch_size {r.batch_size}", "Lower it."),
-        (r.max_length >= 2, "max_length", "must be at least 2", "A token is predicted from the one before it."),
-        (r.data != "", "data", "names nothing", "Name a file, a directory, or a data set of the Hub."),
+        (r.max_length == 0 or r.max_length >= 2, "max_length", "must be at least 2, or 0",
+         "A token is predicted from the one before it; 0 takes the length from the data."),
         (0 < r.data_percent <= 100, "data_percent", "must be over 0 and at most 100", "10 uses a tenth of them."),
         (0 <= r.validation <= 0.5, "validation", "must be between 0 and 0.5", "It is a share: 0.05 holds out 5 %."),
         (not (r.validation and r.eval_data), "validation", "does not go with eval_data", "Leave one of them out."),

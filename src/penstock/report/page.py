@@ -41,8 +41,9 @@ class Written:
 
 def report(paths: list[Path], *, to: str = "", images: bool = False) -> Written:
     """Read the runs, write the page: into the run's own directory, or in front of you when there are several."""
-    import vl_convert as converter  # 30 MB, which only this command needs
+    import vl_convert  # 30 MB, which only this command needs
 
+    converter: Any = vl_convert  # its annotations ask for an argument that it can do without
     runs = read_runs(paths)
     page = Path(to) if to else (paths[0] / PAGE if len(paths) == 1 else Path(PAGE))
     try:

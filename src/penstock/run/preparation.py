@@ -14,13 +14,13 @@ import torch
 import yaml
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from penstock.bench.this_machine import known_machine, this_machine
+from penstock.bench.this_machine import known_machine, this_machine, unmeasured_machine
 from penstock.checkpoint.resume import Saved, as_begun, check_same_run, find_start, goes_on_in, verify_saved
 from penstock.checkpoint.run_dir import check_room, check_run_dir
 from penstock.data.loader import Dataset, Position, prepare
 from penstock.engine.deepspeed_start import can_save, check_deepspeed
 from penstock.engine.ranks import ALONE, World
-from penstock.errors import UserError, counted
+from penstock.errors import RecipeError, UserError, counted
 from penstock.machine.hardware import describe, pick_compile, pick_device, pick_dtype
 from penstock.model.load import load_config, load_tokenizer
 from penstock.model.load_rows import build_on_meta
@@ -30,6 +30,7 @@ from penstock.plan.report import make_plan, short, with_recompute
 from penstock.recipe.recipe import Recipe, recompute_by_layer, to_dict
 from penstock.report.console import Console
 from penstock.report.trackers import check_installed
+from penstock.run.row_length import with_length
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,9 @@ class Start:
 
 def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resume: bool = False) -> Run:
     """Everything that can be wrong without loading a weight is found here."""
+    if not recipe.data:
+        remedy = "Name a file, a directory, or a data set of the Hub, such as --data my.jsonl."
+        raise RecipeError("no data is named", where="--data", remedy=remedy)
     device = world.pick(pick_device(recipe.device))
     if warning := check_deepspeed(recipe, device, world, resume=resume):
         console.say(f"WARNING: {warning}")
@@ -76,6 +80,8 @@ def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resum
     config, tokenizer = load_config(recipe), load_tokenizer(recipe)
     if layers := getattr(config.get_text_config(), "num_hidden_layers", 0):
         recompute_by_layer(recipe.recompute, layers)  # says so if there are not so many
+    machine = unmeasured_machine(device)
+    recipe = world.share(lambda: with_length(recipe, config, tokenizer, machine, world.size, console.say))
     with console.phase(f"Reading {recipe.data}"), world.in_turn():
         data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say)
     steps = math.ceil(recipe.epochs * data.train.steps_per_epoch())
