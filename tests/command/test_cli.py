@@ -126,7 +126,7 @@ def test_a_bad_yaml_file_is_refused_by_name(tmp_path, text, message):
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 @pytest.mark.slow
 def test_a_signal_before_the_first_step_is_said(number, code, tmp_path, monkeypatch, capsys):
     def loads_for_long(*_, **__):

@@ -1,3 +1,4 @@
+import dataclasses
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,12 +10,17 @@ from penstock.errors import RecipeError
 from penstock.machine import hardware
 from penstock.machine.hardware import (
     available_host_bytes,
+    cpu_has_bf16,
     near_cores,
     parse_cores,
     pick_compile,
     pick_device,
+    pick_dtype,
     usable_cores,
 )
+from penstock.machine.known import H200
+from penstock.plan.report import job_on
+from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import Recipe
 
 
@@ -35,6 +41,29 @@ def test_layers_are_compiled_on_a_gpu_by_our_own_engine():
 def test_a_gpu_that_is_not_there_is_said():
     with pytest.raises(RecipeError, match="torch sees no GPU"):
         pick_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("line", "dtype"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512bw avx512vl avx512_vnni", "fp32"),  # AVX-512, and no bf16 products
+        ("flags\t\t: fpu avx512f avx512_bf16", "bf16"),
+        ("flags\t\t: fpu avx512f amx_bf16 amx_tile", "bf16"),
+        ("Features\t: fp asimd bf16 i8mm", "bf16"),
+        ("Features\t: fp asimd asimddp", "fp32"),
+    ],
+)
+def test_the_working_precision_of_a_cpu_follows_its_instructions(line, dtype, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n\nprocessor\t: 1\n")
+    found = cpu_has_bf16(tmp_path / "cpuinfo")
+    monkeypatch.setattr("penstock.machine.hardware.cpu_has_bf16", lambda: found)
+    monkeypatch.setattr("penstock.plan.report.cpu_has_bf16", lambda: found)
+    cpu, here = torch.device("cpu"), dataclasses.replace(H200, gpu_bytes=0)
+    assert pick_dtype("auto", cpu) == dtype
+    assert job_on(PRESETS["demo"], here).dtype_bytes == (2 if dtype == "bf16" else 4), "the plan agrees"
+    assert pick_dtype("auto", torch.device("cuda")) == "bf16"
+    for said in ("bf16", "fp32"):
+        assert pick_dtype(said, cpu) == said
 
 
 def test_a_cgroup_limit_counts(tmp_path, monkeypatch):

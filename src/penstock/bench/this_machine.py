@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 DISK_BYTES = 64 * 2**20
-_FORMAT = 2
+_FORMAT = 3
 """Raised when what is measured changes, so that old files are measured again."""
 
 

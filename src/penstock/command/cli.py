@@ -32,7 +32,7 @@ from penstock.command.arguments import (
 )
 from penstock.command.libraries import prepare_torch, quiet_libraries
 from penstock.errors import RecipeError, UserError, counted, did_you_mean, tell
-from penstock.machine.signals import handling
+from penstock.machine.signals import handling, leave_terminal
 from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import to_dict
 
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     prepare_torch()
     try:
-        with handling(_end, signal.SIGTERM):
+        with handling(_end, signal.SIGTERM, signal.SIGHUP):
             return _dispatch(words)
     except UserError as error:
         if "--debug" in words:
@@ -77,9 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt as error:
-        name, code = ("SIGTERM", 143) if error.args else ("SIGINT", 130)
+        number = error.args[0] if error.args else signal.SIGINT
         when = " while no step was under way" if words[:1] == ["train"] else ""
-        return _fail(f"stopped by {name}{when}", code, words)
+        return _fail(f"stopped by {signal.Signals(number).name}{when}", 128 + number, words)
     except Exception as error:
         if "--debug" in words:
             traceback.print_exc()
@@ -87,9 +87,11 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(f"this is a bug: {type(error).__name__}: {error}{remedy}", 1, words)
 
 
-def _end(*_: object) -> None:
-    """SIGTERM ends a command as Ctrl-C does, until the steps of a run have handlers of their own."""
-    raise KeyboardInterrupt("SIGTERM")  # nothing that takes an Exception for a fault of its own may swallow it
+def _end(number: int, _: object) -> None:
+    """SIGTERM and SIGHUP end a command as Ctrl-C does, until the steps of a run have handlers of their own."""
+    if number == signal.SIGHUP:
+        leave_terminal()
+    raise KeyboardInterrupt(number)  # nothing that takes an Exception for a fault of its own may swallow it
 
 
 def _fail(message: str, exit_code: int, words: list[str], found: Mapping[str, object] | None = None) -> int:

@@ -210,7 +210,11 @@ def measure_memory(
     cuda = device.type == "cuda"
     beside = "gpu" if cuda else "host"
     uses = [MemoryUse(beside if weights_at == "gpu" else "host", "weights", weights)]
-    uses += [MemoryUse(beside if home == "gpu" else "host", f"state: {home}", size) for home, size in state.items()]
+    names = {} if cuda else {"gpu": "state: beside the weights"}  # there is no GPU that it could be on
+    uses += [
+        MemoryUse(beside if home == "gpu" else "host", names.get(home, f"state: {home}"), size)
+        for home, size in state.items()
+    ]
 
     def rest(place: str, total: int) -> int:
         return max(0, total - sum(part.num_bytes for part in uses if part.place == place))

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from penstock.errors import RecipeError, UserError, counted
+from penstock.machine.hardware import cpu_has_bf16
 from penstock.machine.known import Machine
 from penstock.plan.architecture import architecture_of
 from penstock.plan.job import Job, Settings
@@ -91,7 +92,7 @@ def with_recompute(recipe: Recipe, machine: Machine | None, gpus: int = 1) -> Re
 
 def job_on(recipe: Recipe, machine: Machine) -> Job:
     """What a recipe asks for on a machine."""
-    wide = recipe.dtype == "fp32" or (recipe.dtype == "auto" and not machine.has_gpu)
+    wide = recipe.dtype == "fp32" or (recipe.dtype == "auto" and not machine.has_gpu and not cpu_has_bf16())
     return job_of(recipe, 4 if wide else 2, gpu=machine.has_gpu)
 
 

@@ -43,7 +43,8 @@ class Recipe:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where the model runs. `auto`: the GPU if there is one."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Working precision of weights and arithmetic; masters are fp32 anyway. `auto`: fp32 on a CPU without bf16."""
+    """Working precision of weights and arithmetic; masters are fp32 anyway. `auto`: bf16 on a GPU, and on a
+    CPU that has instructions for it."""
     bind_cores: bool = True
     """Keep each of several ranks to its share of the cores near its GPU. --no-bind-cores lets them run anywhere."""
     reduce_dtype: Literal["bf16", "fp32"] = "bf16"

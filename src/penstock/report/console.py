@@ -5,13 +5,15 @@ With --json the lines go to standard error, so that standard output holds exactl
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
@@ -19,6 +21,7 @@ from rich.live import Live
 from rich.markup import escape
 
 from penstock.errors import counted
+from penstock.machine.signals import is_device, leave_terminal
 from penstock.report.metrics import EvalRow, StepRow, Summary
 from penstock.report.panel import Panel, Sources, Working
 
@@ -31,6 +34,33 @@ class Phase:
     """Something that takes a while. Who knows how many bytes it moves can say so, and the rate is shown."""
 
     num_bytes: int = 0
+
+
+class _Steady:
+    """A file for lines. One that was a terminal and is gone takes them and forgets them: a run is worth more."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """Write, or pretend to."""
+        self._try(lambda: self._file.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or pretend to."""
+        self._try(self._file.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def _try(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except OSError as error:
+            if error.errno != errno.EIO or not is_device(self._file.fileno()):
+                raise
+            leave_terminal()
 
 
 class _Lines(RichConsole):
@@ -48,7 +78,8 @@ class Console:
     """Where lines for people go."""
 
     def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
-        self.rich = _Lines(file=sys.stderr if json else sys.stdout, highlight=False, quiet=quiet, soft_wrap=True)
+        file = cast(TextIO, _Steady(sys.stderr if json else sys.stdout))
+        self.rich = _Lines(file=file, highlight=False, quiet=quiet, soft_wrap=True, force_jupyter=False)
         self._json, self._showing = json, False
         self._panel: Panel | None = None
 
@@ -60,7 +91,8 @@ class Console:
     def live(self) -> bool:
         """Whether there is a terminal that can redraw itself, and someone who wants to see it."""
         rich = self.rich
-        able = rich.is_terminal and not rich.is_dumb_terminal and rich.width >= LEAST_COLUMNS
+        at_terminal = rich.file.isatty()  # rich says so too where FORCE_COLOR is set, and in a notebook
+        able = at_terminal and rich.is_terminal and not rich.is_dumb_terminal and rich.width >= LEAST_COLUMNS
         return able and not (self._json or rich.quiet)
 
     @contextmanager

@@ -18,7 +18,7 @@ import torch
 from penstock.checkpoint.run_dir import CHECKPOINTS
 from penstock.checkpoint.store import find
 from penstock.errors import DISK_IS_FULL, DoesNotFit, Interrupted, OutputError
-from penstock.machine.signals import handling
+from penstock.machine.signals import handling, leave_terminal
 from penstock.recipe.recipe import Recipe
 
 
@@ -30,15 +30,17 @@ class Stop:
 
 @contextmanager
 def signals() -> Iterator[Stop]:
-    """SIGTERM and Ctrl-C end the run after the current step; a second one ends it at once."""
+    """SIGTERM, Ctrl-C and a lost terminal (SIGHUP) end the run after the current step; a second one ends it at once."""
     stop = Stop()
 
     def handle(number: int, _: object) -> None:
         if stop.number:
             os._exit(128 + number)
         stop.number = number
+        if number == signal.SIGHUP:
+            leave_terminal()
 
-    with handling(handle, signal.SIGTERM, signal.SIGINT):
+    with handling(handle, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         yield stop
 
 
