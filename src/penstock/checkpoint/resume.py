@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ NEWEST = "newest"
 
 FREE = {
     "name", "output_dir", "device", "recompute", "skip_limit", "eval_every", "log_every", "save_every", "keep",
-    "prompt", "trust_remote_code", "mode", "homes", "update", "cpu_adam_cores",
+    "keep_best", "patience", "prompt", "trust_remote_code", "mode", "homes", "update", "cpu_adam_cores",
     "track", "project", "tags",
     "offload_ratio", "bucket_size", "param_offload", "nvme_path", "bind_cores",
 }  # fmt: skip
@@ -133,8 +134,20 @@ def save_run(
     else:
         send_tensors(order_of_save(tensors))
     if world.first:
-        prune(directory, identity.recipe.keep, checkpoint)
+        best = (
+            best_step((row["step"], row["eval_loss"]) for row in metrics["evals"]) if identity.recipe.keep_best else 0
+        )
+        prune(directory, identity.recipe.keep, checkpoint, best)
     world.largest(0)  # or a rank that goes on and ends would end the one that still writes
+
+
+def best_step(evaluations: Iterable[tuple[int, float | None]]) -> int:
+    """The step of the lowest evaluation loss, the first of equals; 0 without one.
+
+    It follows from the rows, which every checkpoint has: so a resumed run keeps, and ends, as one that never stopped.
+    """
+    finite = [(loss, step) for step, loss in evaluations if loss is not None and math.isfinite(loss)]
+    return min(finite)[1] if finite else 0
 
 
 def _documents(identity: Identity, position: Position, metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,9 +72,16 @@ def job_of(recipe: Recipe, dtype_bytes: int = 2, *, gpu: bool = True) -> Job:
         homes=() if recipe.homes == "auto" or not overlap else tuple(shares.items()),
         attention="varlen" if recipe.attention == "auto" else recipe.attention,
         dtype_bytes=dtype_bytes,
-        checkpoints=(recipe.keep + 1 if recipe.save_every else 1) if recipe.keep else 0,
+        checkpoints=_checkpoints(recipe),
         compiled=recipe.compile and gpu and dtype_bytes == 2,
     )
+
+
+def _checkpoints(recipe: Recipe) -> int:
+    """On disk at once, at the most: those that are kept, and one that is being written."""
+    if not recipe.keep:
+        return 0
+    return recipe.keep + recipe.keep_best + 1 if recipe.save_every or recipe.keep_best else 1
 
 
 def with_recompute(recipe: Recipe, machine: Machine | None, gpus: int = 1) -> Recipe:

@@ -149,6 +149,10 @@ class Recipe:
     """Steps between checkpoints. 0: at the end, and when the run is interrupted."""
     keep: int = 2
     """Checkpoints that are kept, the newest ones. 0: none is ever saved, and an interrupted run cannot go on."""
+    keep_best: bool = False
+    """Keep the checkpoint with the lowest evaluation loss too, however old it is. It is saved when it is found."""
+    patience: int = 0
+    """End the run early after this many evaluations in a row without a new lowest loss. 0: never."""
     prompt: str | None = None
     """A question that the model answers before and after training."""
     track: str = ""
@@ -221,6 +225,12 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (r.save_every >= 0, "save_every", "must not be negative", "0 saves at the end and when interrupted."),
         (r.keep >= 0, "keep", "must not be negative", "0 saves no checkpoints at all."),
         (not r.save_every or r.keep >= 1, "save_every", "does not go with keep = 0", "Leave one of them out."),
+        (not r.keep_best or r.keep >= 1, "keep_best", "does not go with keep = 0", "Leave one of them out."),
+        (not r.keep_best or r.eval_every >= 1, "keep_best", "needs evaluations while the run goes on",
+         "Such as --eval-every 50 --validation 0.05."),
+        (r.patience >= 0, "patience", "must not be negative", "0 never ends a run early."),
+        (not r.patience or r.eval_every >= 1, "patience", "needs evaluations while the run goes on",
+         "Such as --eval-every 50 --validation 0.05."),
         (r.skip_limit >= 1, "skip_limit", "must be at least 1", "10 is the default."),
         (0 <= r.seed < 2**32, "seed", "must be between 0 and 4294967295", "42 is the default."),
         (_RECOMPUTE.fullmatch(r.recompute) is not None, "recompute",
@@ -260,6 +270,7 @@ def _deepspeed_rules(r: Recipe) -> list[tuple[bool, str, str, str]]:
          use_ours),
         (not theirs or r.update == "auto", "update", "DeepSpeed chooses this itself", use_ours),
         (not theirs or r.states == "fp32", "states", "DeepSpeed keeps fp32 moments", use_ours),
+        (not not_saved or not r.keep_best, "keep_best", "DeepSpeed cannot save this run", use_ours),
         (not not_saved or not r.save_every, "save_every", "DeepSpeed cannot save this run: SuperOffload keeps moments "
          "in a worker process, and weights on NVMe are in no checkpoint",
          "Use --engine penstock, or --mode zerooffload without --param-offload nvme."),

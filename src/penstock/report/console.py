@@ -150,10 +150,15 @@ class Console:
         elif due:
             self._step_line(row, total_steps, seconds_left)
 
-    def evaluated(self, row: EvalRow) -> None:
-        """An evaluation has ended. Lines leave it to the summary."""
+    def evaluated(self, row: EvalRow, total_steps: int, best: EvalRow | None) -> None:
+        """An evaluation has ended: in the panel, or a line with the best so far."""
         if self._panel is not None:
             self._panel.evaluated(row.eval_loss)
+            return
+        found = "the lowest so far"
+        if best != row:
+            found = f"lowest {best.eval_loss:.4f} at step {best.step:,}" if best else "not finite"
+        self.say(f"eval {row.step:>{len(str(total_steps))}}/{total_steps}  loss {row.eval_loss:7.4f}  {found}")
 
     def _step_line(self, row: StepRow, total_steps: int, seconds_left: float) -> None:
         width = len(str(total_steps))
@@ -171,7 +176,9 @@ class Console:
         rows = [
             ("steps", f"{summary.steps:,}" + (f" ({summary.skipped_steps} skipped)" if summary.skipped_steps else "")),
             ("loss", f"{summary.loss_first:.4f} at the first step, {summary.loss_last:.4f} at the last"),
-            ("eval loss", "" if summary.eval_loss is None else f"{summary.eval_loss:.4f}"),
+            ("eval loss", "" if summary.eval_loss is None else f"{summary.eval_loss:.4f} at the end" + _best(summary)),
+            ("  best in", summary.best_checkpoint if summary.best_step != summary.steps else ""),
+            ("ended", "early: patience ran out" if summary.stopped_early else ""),
             ("tokens", f"{summary.tokens:,}, of them {summary.trained_tokens:,} trained on"),
             ("speed", f"{summary.tokens_per_s:,.0f} tokens/s, {_clock(summary.seconds)} in all"),
             ("prompt", summary.answer.prompt if summary.answer else ""),
@@ -184,6 +191,12 @@ class Console:
         for name, value in rows:
             if value:
                 self.say(f"  {name:<10}{value}")
+
+
+def _best(summary: Summary) -> str:
+    if summary.best_step in (None, summary.steps):
+        return ", the lowest"
+    return f", lowest {summary.best_eval_loss:.4f} at step {summary.best_step:,}"
 
 
 def _clock(seconds: float) -> str:

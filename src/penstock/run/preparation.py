@@ -86,18 +86,25 @@ def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resum
         data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say)
     steps = math.ceil(recipe.epochs * data.train.steps_per_epoch())
     total_steps = min(steps, recipe.max_steps) if recipe.max_steps else steps
+    if total_steps < recipe.max_steps:
+        epochs = f"{recipe.epochs:g} {'epoch has' if recipe.epochs == 1 else 'epochs have'}"
+        console.say(
+            f"  {epochs} {counted(steps, 'step')}, fewer than --max-steps {recipe.max_steps}; --epochs adds more"
+        )
     recipe = replace(recipe, data_format=data.data_format)  # so that `generate` asks as the rows did
     return Run(recipe, device, config, tokenizer, data, total_steps)
 
 
 def check_disk(run: Run, first_step: int, checkpoint_bytes: int, weight_bytes: int) -> None:
     """Refuse a run that will write more than the disk has room for."""
-    steps, every = max(0, run.total_steps - first_step + 1), run.recipe.save_every
+    recipe, steps = run.recipe, max(0, run.total_steps - first_step + 1)
+    saves = steps // recipe.save_every if recipe.save_every else 0
+    saves += steps // recipe.eval_every if recipe.keep_best else 0
     check_room(
-        run.recipe.run_dir,
+        recipe.run_dir,
         checkpoint_bytes=checkpoint_bytes,
-        num_saves=(steps // every if every else 0) + 1 if steps else 0,
-        keep=run.recipe.keep,
+        num_saves=saves + 1 if steps else 0,
+        keep=recipe.keep + recipe.keep_best,
         export_bytes=weight_bytes,
         keep_checkpoints=first_step > 1,  # of a run that begins, those that are there will be replaced
     )
@@ -170,12 +177,22 @@ class Outlook:
     run_dir: str
 
 
+ALWAYS_SAID = {"name", "model", "data", "mode", "max_length", "batch_size", "epochs", "lr"}
+
+
+def say_settings(recipe: Recipe, console: Console) -> None:
+    """What someone chose, and what everyone asks for first. All of it would hide the line that counts."""
+    values, default = to_dict(recipe), to_dict(Recipe())
+    said = {name: value for name, value in values.items() if name in ALWAYS_SAID or value != default[name]}
+    text = yaml.safe_dump(said, sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n  ")
+    console.say(f"Settings (all others are defaults; --json prints them too):\n  {text}")
+
+
 def dry_run(
     recipe: Recipe, console: Console, *, overwrite: bool = False, resume: str = "", resume_anyway: bool = False
 ) -> Outlook:
     """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
     check_installed(recipe)
-    console.say(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True).rstrip())
     check_run_dir(recipe.run_dir, overwrite=overwrite, own=goes_on_in(recipe.run_dir, resume))
     saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
     run = prepare_run(as_begun(recipe, saved), console, resume=bool(resume))
@@ -185,6 +202,7 @@ def dry_run(
         console.say(f"Would go on after step {saved.step:,}, from {saved.checkpoint.path}.")
     foresee_disk(run, saved.step + 1 if saved else 1)
     planned(run, console, ALONE)
+    say_settings(replace(recipe, max_length=run.recipe.max_length), console)
     train_set = run.data.train
     outlook = Outlook(
         steps=run.total_steps,

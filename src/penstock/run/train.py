@@ -21,7 +21,8 @@ from penstock.checkpoint.resume import (
     saved_metrics,
     verify_saved,
 )
-from penstock.checkpoint.run_dir import check_run_dir, make_run_dir, note_ranks
+from penstock.checkpoint.run_dir import CHECKPOINTS, check_run_dir, make_run_dir, note_ranks
+from penstock.checkpoint.store import of_step
 from penstock.engine import Engine
 from penstock.engine.ranks import ALONE, World, bind, joined
 from penstock.machine.hardware import describe, pick_device
@@ -74,13 +75,15 @@ def train(
             records.recorder.close()
             loaded.engine.release()
             last_step = records.metrics.rows[-1].step
-            cut_off = last_step < run.total_steps
+            early = last_step < run.total_steps and records.metrics.out_of_patience(recipe.patience)
+            cut_off = last_step < run.total_steps and not early
             if not cut_off or not recipe.keep:
                 export_model(loaded.engine, run, console, world)
         if cut_off:
             world.largest(0)  # or a rank that ends would end the one that still writes the model
             raise interrupted(recipe, stop, last_step, run.total_steps)
         summary = summarize(records.metrics, recipe.run_dir, ask_again(run, loaded, world))
+        summary = replace(summary, stopped_early=early)
         records.recorder.end(summary)
         return summary
 
@@ -140,7 +143,7 @@ def begin_or_go_on(start: Start, engine: Engine, trackers: Trackers, console: Co
 
     def evaluated(row: EvalRow) -> None:
         trackers.evaluated(row)
-        console.evaluated(row)
+        console.evaluated(row, run.total_steps, metrics.best)
 
     metrics = Metrics(run_dir, on_row=seen, on_eval=evaluated, write=world.first)
     if saved := start.saved:
@@ -157,11 +160,12 @@ def begin_or_go_on(start: Start, engine: Engine, trackers: Trackers, console: Co
 
 
 def run_steps(start: Start, loaded: Loaded, records: Records, stop: Stop, console: Console, world: World) -> None:
-    """The loop. It ends after the last step, or after the step in which a signal came to any rank, and saves then."""
+    """The loop. It ends after the last step, without patience, or after a signal to any rank, and saves then."""
     run, recipe, position = start.run, start.run.recipe, start.position
     engine, metrics = loaded.engine, records.metrics
     metrics.start_clock()
-    for step in range(start.first_step, run.total_steps + 1):
+    early = metrics.out_of_patience(recipe.patience)  # a run that ended so, and is resumed, has nothing left to do
+    for step in range(start.first_step, run.total_steps + 1) if not early else ():
         tokens, trained = run.data.train.counts_at(position)
         batches, position = run.data.train.step_at(position, world.rank, world.size)
         lr = lr_at(recipe, step, run.total_steps)
@@ -174,11 +178,14 @@ def run_steps(start: Start, loaded: Loaded, records: Records, stop: Stop, consol
         # seen next time: writing here what they agreed on would lose it.
         asked = world.largest(stop.number)
         last = step == run.total_steps
+        due = asked != 0 or (recipe.save_every and step % recipe.save_every == 0)
         if run.data.evaluation and (last or (recipe.eval_every and step % recipe.eval_every == 0)):
             metrics.settle()
             metrics.add_eval(step, engine.evaluate(run.data.evaluation.of_rank(world.rank, world.size)))
             metrics.start_clock()
-        due = last or asked != 0 or (recipe.save_every and step % recipe.save_every == 0)
+            last = last or metrics.out_of_patience(recipe.patience)
+            due = due or (recipe.keep_best and metrics.best == metrics.evals[-1])
+        due = due or last
         if due and recipe.keep:
             metrics.settle()
             with console.phase(f"Saving step {step:,}"):
@@ -187,6 +194,8 @@ def run_steps(start: Start, loaded: Loaded, records: Records, stop: Stop, consol
             metrics.start_clock()
         if due and (asked := asked or world.largest(stop.number)):  # it may have come during the save
             stop.number = asked
+            break
+        if last:
             break
     metrics.settle()
 
@@ -224,7 +233,8 @@ def ask_again(run: Run, loaded: Loaded, world: World) -> Answer | None:
 
 def summarize(metrics: Metrics, run_dir: Path, dialogue: Answer | None) -> Summary:
     """The run in one object."""
-    rows = metrics.rows
+    rows, best = metrics.rows, metrics.best
+    kept = of_step(run_dir / CHECKPOINTS, best.step) if best else None
     tokens, seconds = sum(row.tokens for row in rows), sum(row.step_seconds for row in rows)
     return Summary(
         steps=len(rows),
@@ -239,4 +249,7 @@ def summarize(metrics: Metrics, run_dir: Path, dialogue: Answer | None) -> Summa
         model_dir=str(run_dir / "model"),
         run_dir=str(run_dir),
         answer=dialogue,
+        best_eval_loss=best.eval_loss if best else None,
+        best_step=best.step if best else None,
+        best_checkpoint=str(kept) if kept else None,
     )
