@@ -65,10 +65,12 @@ def test_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):
         (["train", "--data", "my.jsonl"], "--data my.jsonl: no model is named for it"),
         (["plan", "llama-8b", "--gpu", "h200", "--host-memory", "lots"], "is not a size"),
         (["plan", "demo", "--model", "nobody/nothing", "--gpu", "h200"], "neither here nor in Hugging Face's cache"),
-        (["generate", "no-such-run", "hello"], "not the directory of a run"),
-        (["export", "no-such-run", "--to", "x"], "not the directory of a run"),
-        (["export", "no-such-run", "--verify"], "not the directory of a run"),
-        (["report", "no-such-run"], "not the directory of a run"),
+        (["generate", "no-such-run", "hello"], "no-such-run: there is no such directory"),
+        (["export", "no-such-run", "--to", "x"], "no-such-run: there is no such directory"),
+        (["export", "no-such-run", "--verify"], "no-such-run: there is no such directory"),
+        (["report", "no-such-run"], "no-such-run: there is no such directory"),
+        (["generate", ".", "hello"], ".: is neither a run, nor a checkpoint, nor a model"),
+        (["report", "."], ".: is not the directory of a run"),
         (["report"], "no run is named"),
         (["export", "any-run"], "nothing to do"),
         (["train", "demo", "--keep", "-1"], "keep = -1: must not be negative"),
@@ -80,7 +82,7 @@ def test_a_mistake_is_one_message_and_no_traceback(words, message, capsys, tmp_p
     monkeypatch.chdir(tmp_path)
     code = main(words)
     out, err = capsys.readouterr()
-    assert code == (5 if "no-such-run" in words else 2)
+    assert code == 2
     assert message in err
     assert "Traceback" not in out + err
     assert len(out.splitlines()) <= 1, "at most what it was about to do"
@@ -313,4 +315,7 @@ def test_our_warnings_are_shown_and_those_of_libraries_are_not():
 
 def test_help_shows_where_a_recipe_goes(capsys):
     assert main(["train", "--help"]) == 0
-    assert "usage: penstock train [RECIPE]" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "usage: penstock train [RECIPE]" in shown
+    assert "--prompt STR" in shown
+    assert "{None}" not in shown

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from penstock.checkpoint.run_dir import CHECKPOINTS
+from penstock.checkpoint.places import CHECKPOINTS
 from penstock.checkpoint.store import (
     Checkpoint,
     find,

@@ -29,6 +29,7 @@ from typing import Any
 
 import xxhash
 
+from penstock.checkpoint.places import MANIFEST
 from penstock.checkpoint.tensors import Digest, Transfer, digest_file, in_file_order, read_file, safetensors, write_file
 from penstock.errors import CheckpointError, ModelError
 from penstock.machine.hardware import usable_cores
@@ -36,7 +37,6 @@ from penstock.model.weight_files import read_header
 from penstock.offload.saved_tensors import SavedTensor
 
 FORMAT = 1
-MANIFEST = "manifest.json"
 FILE_BYTES = 2 * 2**30
 """Where a file ends and the next begins. Files are what threads share out, so there should be many."""
 NUM_THREADS = 4

@@ -13,8 +13,9 @@ import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
 from penstock.errors import RecipeError, did_you_mean
+from penstock.recipe.familiar import FAMILIAR, translated
 from penstock.recipe.file import Found, all_of_own_data, borrowed, find_recipe, for_model
-from penstock.recipe.recipe import Recipe
+from penstock.recipe.recipe import FIELDS, Recipe
 
 Flag = Annotated[bool, FlagCreatePairsOff]
 RunName = Annotated[Positional[str], arg(metavar="RUN")]
@@ -141,14 +142,15 @@ class DoctorArgs:
 
 @dataclasses.dataclass(frozen=True)
 class ExportArgs:
-    """Write the model of a run as a Hugging Face directory, and check that it loads and answers the same."""
+    """Write a model as a Hugging Face directory, and check that it loads and answers the same."""
 
     run: RunName
-    """Directory of the run. If the run did not end, the model is that of its newest checkpoint."""
+    """A run, a checkpoint of one (runs/x/checkpoints/step-00000012), or a Hugging Face directory. Of a run that did not
+    end, the model is that of its newest checkpoint."""
     to: str = ""
     """Directory to write."""
     verify: Flag = False
-    """Compare every byte of every checkpoint of the run with its checksum."""
+    """Compare every byte of the checkpoint, or of all of the run, with its checksum."""
     shard_size: str = "5GB"
     """Largest size of one weight file."""
     json: Flag = False
@@ -159,10 +161,10 @@ class ExportArgs:
 
 @dataclasses.dataclass(frozen=True)
 class GenerateArgs:
-    """Ask the model of a run."""
+    """Ask a model."""
 
     run: RunName
-    """Directory of the run."""
+    """A run, a checkpoint of one (runs/x/checkpoints/step-00000012), or a Hugging Face directory."""
     prompt: Annotated[Positional[str], arg(metavar="[PROMPT]")] = ""
     """What to ask. Without it, one line after another is asked, from a terminal or a pipe, in one conversation."""
     max_new_tokens: int = 256
@@ -195,6 +197,25 @@ class ReportArgs:
     """Show tracebacks."""
 
 
+_REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+@_REGISTRY.primitive_rule
+def _text_or_none(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[str | None] | None:
+    """`--prompt STR` in the help, where tyro would write `{None}|STR`. The word None still means none."""
+    if info.type != (str | None):
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="STR",
+        instance_from_str=lambda words: None if words[0] == "None" else words[0],
+        is_instance=lambda value: value is None or isinstance(value, str),
+        str_from_instance=lambda value: ["None" if value is None else value],
+    )
+
+
 Args = TypeVar("Args", bound=RecipeArgs)
 
 
@@ -210,13 +231,34 @@ def parse_with_recipe(kind: type[Args], command: str, words: list[str], **change
     """Flags over YAML over preset: the recipe that is named, with `changes`, becomes the default of every flag."""
     named = bool(words) and not words[0].startswith("-")
     found = find_recipe(words[0]) if named else _unnamed(words)
+    refuse_familiar(words, {field.name for field in dataclasses.fields(kind)} | set(FIELDS))
     base = dataclasses.replace(found.recipe, **changes)
     shown = " [RECIPE]" if {"-h", "--help"} & set(words) else ""  # which tyro does not know of
     words, prog = words[1:] if named else words, f"penstock {command}{shown}"
-    args = tyro.cli(kind, default=kind(recipe=base), args=words, prog=prog)
+    args = tyro.cli(kind, default=kind(recipe=base), args=words, prog=prog, registry=_REGISTRY)
     if not found.has_share and _value(words, "data-percent") is None:
         args = dataclasses.replace(args, recipe=all_of_own_data(args.recipe, base))
     return Parsed(args, borrowed(found, args.recipe))
+
+
+def refuse_familiar(words: list[str], known: set[str]) -> None:
+    """Answer a flag as other programs spell it with ours."""
+    theirs: dict[str, object] = {}
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        flag, joined, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and name in FAMILIAR and name not in known:
+            theirs[name] = value if joined else "" if following.startswith("--") else following
+    if theirs:
+        remedy = translated(theirs, _flag)
+        raise RecipeError("unknown flag", where=f"--{next(iter(theirs)).replace('_', '-')}", remedy=remedy)
+
+
+def _flag(field: str, value: object) -> str:
+    if isinstance(value, bool) or value == "":
+        return f"--{'no-' if value is False else ''}{field.replace('_', '-')}"
+    written = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f"--{field.replace('_', '-')} {written}"
 
 
 def _unnamed(words: list[str]) -> Found:

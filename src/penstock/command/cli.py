@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import tyro
 
 from penstock import __version__
+from penstock.checkpoint.places import check_is_run, find_place
 from penstock.command.arguments import (
     BenchArgs,
     DataArgs,
@@ -296,23 +297,24 @@ def doctor(words: list[str]) -> int:
 
 
 def export(words: list[str]) -> int:
-    """Write a run's model as a Hugging Face directory, or check its checkpoints: penstock export RUN --to DIR."""
+    """Write a run's or a checkpoint's model as a Hugging Face directory, or check it: penstock export RUN --to DIR."""
     args = tyro.cli(ExportArgs, args=words, prog="penstock export")
-    quiet_libraries(args.debug)
     if not (args.to or args.verify):
         remedy = "Name a directory with --to, or check checkpoints with --verify."
         raise RecipeError("nothing to do", where="export", remedy=remedy)
-    from penstock.checkpoint.export import export_run, verify_run
+    find_place(Path(args.run))  # before torch is imported, which takes seconds
+    quiet_libraries(args.debug)
+    from penstock.checkpoint.export import export_from, verify_checkpoints
     from penstock.report.console import Console
 
     console = Console(json=args.json)
     result: dict[str, object] = {}
     if args.verify:
-        verified = verify_run(Path(args.run), console.say)
+        verified = verify_checkpoints(Path(args.run), console.say)
         result["verified"] = [{"path": str(found.path), "step": found.step} for found in verified]
         console.say(f"Every byte is as it was written: {counted(len(verified), 'checkpoint')}")
     if args.to:
-        export_run(Path(args.run), Path(args.to), file_size=args.shard_size, say=console.say)
+        export_from(Path(args.run), Path(args.to), file_size=args.shard_size, say=console.say)
         result["model_dir"] = args.to
         console.say(f"Written and checked: {args.to}")
     if args.json:
@@ -321,12 +323,13 @@ def export(words: list[str]) -> int:
 
 
 def generate(words: list[str]) -> int:
-    """Ask a run's model, once or in a conversation: penstock generate RUN ["prompt"]."""
+    """Ask the model of a run or a checkpoint, once or in a conversation: penstock generate RUN ["prompt"]."""
     args = tyro.cli(GenerateArgs, args=words, prog="penstock generate")
+    place = find_place(Path(args.run))  # before torch is imported, which takes seconds
     quiet_libraries(args.debug)
     from penstock.run.generate import Chat, questions
 
-    chat = Chat(Path(args.run), args.max_new_tokens, args.temperature, args.seed, args.device)
+    chat = Chat(place, args.max_new_tokens, args.temperature, args.seed, args.device)
     at_terminal = sys.stdin.isatty() and not args.prompt
     if at_terminal and not args.json:
         print("Ask something; `exit` or Ctrl-D ends.")
@@ -342,6 +345,8 @@ def report(words: list[str]) -> int:
     args = tyro.cli(ReportArgs, args=words, prog="penstock report")
     if not args.runs:
         raise RecipeError("no run is named", where="report", remedy="Such as: penstock report runs/demo")
+    for name in args.runs:
+        check_is_run(Path(name))  # before torch is imported, which takes seconds
     from penstock.report.page import report as run
 
     written = run([Path(name) for name in args.runs], to=args.to, images=args.images)

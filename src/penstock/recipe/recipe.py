@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from penstock.errors import RecipeError, did_you_mean
+from penstock.recipe.familiar import FAMILIAR, translated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,12 +323,20 @@ def with_values(base: Recipe, values: dict[str, object], where: str) -> Recipe:
     changes: dict[str, Any] = {}
     for key, value in values.items():
         if key not in FIELDS:
-            raise RecipeError(f"unknown key {key!r}", where=where, remedy=did_you_mean(str(key), FIELDS))
+            theirs = {name: value for name, value in values.items() if name in FAMILIAR and name not in FIELDS}
+            remedy = did_you_mean(str(key), FIELDS)
+            if key in theirs:
+                remedy = translated(theirs, lambda field, value: f"{field}: {_yaml(value)}")
+            raise RecipeError(f"unknown key {key!r}", where=where, remedy=remedy)
         changes[key] = _coerce(value, hints[key], f"{where}: {key}")
     try:
         return dataclasses.replace(base, **changes)
     except RecipeError as error:
         raise RecipeError(error.what, where=f"{where}: {error.where}", remedy=error.remedy) from None
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _coerce(value: object, hint: Any, where: str) -> Any:

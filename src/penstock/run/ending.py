@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.checkpoint.run_dir import CHECKPOINTS
+from penstock.checkpoint.places import CHECKPOINTS
 from penstock.checkpoint.store import find
 from penstock.errors import DISK_IS_FULL, DoesNotFit, Interrupted, OutputError
 from penstock.machine.signals import handling, leave_terminal

@@ -11,6 +11,7 @@ from pathlib import Path
 from penstock.checkpoint.export import export
 from penstock.checkpoint.export_ranks import export_from_ranks
 from penstock.checkpoint.lock import claim
+from penstock.checkpoint.places import CHECKPOINTS
 from penstock.checkpoint.resume import (
     as_begun,
     check_same_run,
@@ -21,7 +22,7 @@ from penstock.checkpoint.resume import (
     saved_metrics,
     verify_saved,
 )
-from penstock.checkpoint.run_dir import CHECKPOINTS, check_run_dir, make_run_dir, note_ranks
+from penstock.checkpoint.run_dir import check_run_dir, make_run_dir, note_ranks
 from penstock.checkpoint.store import of_step
 from penstock.engine import Engine
 from penstock.engine.ranks import ALONE, World, bind, joined
