@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from penstock.bench.ceilings import Ceilings, measure_ceilings
 from penstock.bench.peers import CLIPS, STATES, Peer, peers_of, run_peer
-from penstock.bench.rows import Memory, Results, Row, table
+from penstock.bench.rows import Memory, Results, Row, is_noise, table
 from penstock.bench.this_machine import this_machine
 from penstock.bench.timing import median_seconds
 from penstock.data.loader import MicroBatch
@@ -191,9 +191,9 @@ def show(row: Row) -> str:
     name = " ".join(filter(None, words))
     if row.step_s is None or not row.floor_s:
         return f"{name}: {row.error}"
-    return f"{name}: {row.step_s:.3f} s, {row.step_s / row.floor_s:.3f} of the floor" + (
-        f"; {row.homes}" if row.homes else ""
-    )
+    noise = " (under 1 is noise)" if is_noise(row) else ""
+    homes = f"; {row.homes}" if row.homes else ""
+    return f"{name}: {row.step_s:.3f} s, {row.step_s / row.floor_s:.3f} of the floor{noise}{homes}"
 
 
 def our_rows(case: Case, model: PreTrainedModel, wanted: list[Recipe], steps: int, say: Say) -> Iterator[Row]:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 DISK_BYTES = 64 * 2**20
+BUSY_SHARE = 0.25
+"""Of the cores, from which on what others do shows in what is measured."""
 _FORMAT = 3
 """Raised when what is measured changes, so that old files are measured again."""
 
@@ -56,23 +58,30 @@ def this_machine(*, remeasure: bool, say: Say, cache: Path | None = None) -> Mac
         machine = known[key]
     else:
         say("measuring this machine once (link, memories, matrix product, CPU AdamW, disk) ...")
-        start = time.perf_counter()
+        start, others = time.perf_counter(), busy_cores()
         machine = measure()
+        if others > BUSY_SHARE * machine.cores:
+            note = f"measured while other programs kept {others:.1f} of {machine.cores} cores busy: too low, perhaps"
+            machine = dataclasses.replace(machine, sources=(*machine.sources, note))
+            say(f"  WARNING: {note}; measure again when they have ended: penstock plan --remeasure")
         say(f"  measured in {time.perf_counter() - start:.1f} s, kept in {path}; --remeasure measures again")
         _store(path, _load(path) | {key: machine}, say)
     return dataclasses.replace(machine, host_bytes=available_host_bytes())
 
 
-def known_machine() -> Machine | None:
-    """This machine if its rates were measured before: for those who do not want to wait for it."""
-    machine = _load(cache_file()).get(identity())
-    return dataclasses.replace(machine, host_bytes=available_host_bytes()) if machine else None
+def busy_cores() -> float:
+    """Cores that are busy, on average over the last minute."""
+    return os.getloadavg()[0]
 
 
-def unmeasured_machine(device: torch.device) -> Machine:
-    """This machine's memory, with rates of one: enough to tell whether something fits, and nothing else."""
+def unmeasured_machine(device: torch.device | None = None) -> Machine:
+    """This machine's memory, with rates of one: enough to tell whether something fits, and nothing else.
+
+    Without a device, one without a GPU. How long a step takes there is not predicted: cores that others use too, caches
+    and small products make it anything between half and twice of what rates say.
+    """
     gpu_bytes = 0
-    if device.type == "cuda":
+    if device is not None and device.type == "cuda":
         import torch
 
         gpu_bytes = int(torch.cuda.get_device_properties(device).total_memory)

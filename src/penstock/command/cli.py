@@ -258,10 +258,13 @@ def plan(words: list[str]) -> int:
     if args.gpu:
         machine = find_machine(args.gpu, **known)  # type: ignore[arg-type]
     else:
-        from penstock.bench.this_machine import this_machine
+        from penstock.bench.this_machine import this_machine, unmeasured_machine
+        from penstock.machine.hardware import pci_gpus
 
-        measured = this_machine(remeasure=args.remeasure, say=aside)
-        machine = adjusted(measured, **known)  # type: ignore[arg-type]
+        if args.remeasure and not pci_gpus():
+            aside("there is no GPU here: of a CPU nothing is measured, and no time is predicted")
+        here = this_machine(remeasure=args.remeasure, say=aside) if pci_gpus() else unmeasured_machine()
+        machine = adjusted(here, **known)  # type: ignore[arg-type]
     if args.all:
         cells = report.matrix(machine)
         rows = [{"preset": c.preset, "gpus": c.gpus, "plan": c.plan and report.as_json(c.plan)} for c in cells]

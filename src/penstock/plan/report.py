@@ -35,6 +35,10 @@ REFERENCE_GPUS = {
 """Superchips that the launch scripts of DeepSpeedExamples' DeepSpeed-SuperOffload use."""
 
 
+FAR_OFF = 0.3
+"""From which difference on a plan's seconds are doubted."""
+
+
 @dataclass(frozen=True)
 class RunLength:
     """The whole run."""
@@ -146,6 +150,8 @@ def _count(number: int) -> str:
 
 def gpus_in_words(machine: Machine, gpus: int) -> str:
     """`2 x gh200 (from data sheets, not measured)`."""
+    if not machine.has_gpu:
+        return f"{machine.name}, which has no GPU"
     measured = "measured" if gpus == 1 else "rates of one were measured"
     return f"{gpus} x {machine.name} ({measured if machine.measured else 'from data sheets, not measured'})"
 
@@ -170,9 +176,10 @@ def lines(report: Report) -> list[str]:
     ]
     if plan.fits:
         found += ["", *_time(plan, report.length)]
-    if report.others:
+    if report.others and machine.predicts_time:
         found += ["", "Other settings that fit:", *(line for other in report.others for line in _other(plan, other))]
-    return [*found, "", f"Rates of {machine.name}:", *(f"  {source}" for source in machine.sources)]
+    rates = [f"Rates of {machine.name}:", *(f"  {source}" for source in machine.sources)]
+    return [*found, "", *rates] if machine.sources else found
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -211,6 +218,11 @@ def _memory(plan: Plan) -> list[str]:
 def _time(plan: Plan, length: RunLength | None) -> list[str]:
     s = plan.seconds
     homes = homes_in_words(plan)
+    if not plan.machine.predicts_time:
+        found = ["Time: not predicted without a GPU; `penstock train` shows what is left after its first step"]
+        if length:
+            found.insert(0, f"Whole run: {counted(length.steps, 'step')}, {length.tokens:,} tokens ({length.how})")
+        return found
     lanes = {"link, each way": s.link, "CPU": s.cpu, "updates": s.update, "between GPUs": s.exchange}
     beside = ", ".join(f"{name} {value:.3f}" for name, value in lanes.items() if value > 0.0005)
     found = [
@@ -241,22 +253,28 @@ def short(plan: Plan) -> str:
     homes = homes_in_words(plan)
     host = f", {plan.peak_bytes('host') / 1e9:.1f} GB host" if plan.machine.has_gpu else ""
     device = "gpu" if plan.machine.has_gpu else "host"
+    time = f"{s.step:.3g} s a step, {plan.tokens_per_s:,.0f} tokens/s; " if plan.machine.predicts_time else ""
     return (
         f"planned: {plan.peak_bytes(device) / 1e9:.1f} GB {device.upper() if device == 'gpu' else device}{host}; "
-        f"{s.step:.3g} s a step, {plan.tokens_per_s:,.0f} tokens/s; {headline(plan)}; state {homes}"
+        f"{time}{headline(plan)}; state {homes}"
     )
 
 
 def compare(plan: Plan, step_seconds: Sequence[float], gpu_bytes: int, host_bytes: int) -> str:
     """How reality compares. The first two steps compile kernels and make buffers, so that they do not count."""
     real = statistics.median(step_seconds[2:] or step_seconds)
-    parts = [_against(f"{real:.3g} s a step", real, plan.seconds.step, f"{plan.seconds.step:.3g}")]
+    parts = []
+    if plan.machine.predicts_time:
+        parts.append(_against(f"{real:.3g} s a step", real, plan.seconds.step, f"{plan.seconds.step:.3g}"))
     if gpu_bytes:
         planned = plan.peak_bytes("gpu")
         parts.append(_against(f"{gpu_bytes / 1e9:.1f} GB GPU", gpu_bytes, planned, f"{planned / 1e9:.1f}"))
     planned = plan.peak_bytes("host")
     parts.append(_against(f"{host_bytes / 1e9:.1f} GB host", host_bytes, planned, f"{planned / 1e9:.1f}"))
-    return f"after {counted(len(step_seconds), 'step')}: " + "; ".join(parts)
+    said = f"after {counted(len(step_seconds), 'step')}: " + "; ".join(parts)
+    if plan.machine.predicts_time and not 1 - FAR_OFF < real / plan.seconds.step < 1 + FAR_OFF:
+        said += "\n  far from the plan: if this machine was busy when it was measured, --remeasure of `plan` helps"
+    return said
 
 
 def _against(text: str, real: float, planned: float, number: str) -> str:
@@ -306,7 +324,8 @@ def _cell(plan: Plan | None) -> str:
         return "does not fit"
     settings = plan.settings
     clip = "" if plan.job.clip else " *"
-    return f"{settings.states} {plan.tokens_per_s:,.0f} {settings.recompute} {settings.micro_batch}{clip}"
+    rate = f" {plan.tokens_per_s:,.0f}" if plan.machine.predicts_time else ""
+    return f"{settings.states}{rate} {settings.recompute} {settings.micro_batch}{clip}"
 
 
 def _fewer(cells: Sequence[Cell]) -> list[str]:
@@ -346,9 +365,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "activation_bytes": plan.activation_bytes,
         "loading_bytes": plan.loading,
         "disk": asdict(plan.disk),
-        "seconds": asdict(plan.seconds) | {"step": plan.seconds.step},
-        "tokens_per_s": plan.tokens_per_s,
-        "model_tflops": plan.tflops,
+        "seconds": asdict(plan.seconds) | {"step": plan.seconds.step} if plan.machine.predicts_time else None,
+        "tokens_per_s": plan.tokens_per_s if plan.machine.predicts_time else None,
+        "model_tflops": plan.tflops if plan.machine.predicts_time else None,
     }
 
 

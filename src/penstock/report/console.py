@@ -110,7 +110,9 @@ class Console:
         seconds = time.perf_counter() - start
         if seconds >= 2:
             gigabytes = phase.num_bytes / 1e9
-            said = f", {gigabytes:.1f} GB at {gigabytes / seconds:.1f} GB/s" if gigabytes else ""
+            said = (
+                f", {gigabytes:.1f} GB at {gigabytes / seconds:.1f} GB/s" if gigabytes >= 0.1 else ""
+            )  # or it would be 0.0 of both
             self.rich.print(f"[dim]  {escape(title)}: {seconds:.1f} s{said}[/dim]")  # phases may lie in one another
 
     @contextmanager

@@ -90,7 +90,7 @@ class Recorder:
         self._write("data", {**summary(data), "samples": samples(data.train, tokenizer, SAMPLES)})
 
     def planned(self, step_seconds: float, gpu_bytes: int, host_bytes: int) -> None:
-        """What was predicted, to be held against what is measured."""
+        """What was predicted, to be held against what is measured; 0 of what was not."""
         self._write("plan", {"step_seconds": step_seconds, "gpu_bytes": gpu_bytes, "host_bytes": host_bytes})
 
     def step_begins(self, step: int) -> None:

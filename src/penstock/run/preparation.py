@@ -14,7 +14,7 @@ import torch
 import yaml
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from penstock.bench.this_machine import known_machine, this_machine, unmeasured_machine
+from penstock.bench.this_machine import this_machine, unmeasured_machine
 from penstock.checkpoint.resume import Saved, as_begun, check_same_run, find_start, goes_on_in, verify_saved
 from penstock.checkpoint.run_dir import check_room, check_run_dir
 from penstock.data.loader import Dataset, Position, prepare
@@ -132,17 +132,15 @@ def make_repeatable(recipe: Recipe) -> None:
 def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]:
     """The run with what the plan chooses for it, said in advance. No plan of a model whose numbers it does not know.
 
-    A CPU is not measured for it: there is nothing to place, and the demo would wait for seconds.
+    Of a CPU the memory is planned and nothing is measured: there is nothing to place, and no time is predicted.
     """
     if run.recipe.engine == "deepspeed":  # as the reference does it
         word = "full" if run.recipe.recompute == "auto" else run.recipe.recompute
         return replace(run, recipe=replace(run.recipe, recompute=word)), None
     gpu = run.device.type == "cuda"
-    machine = world.share(lambda: this_machine(remeasure=False, say=console.say) if gpu else known_machine())
-    if machine is not None and machine.has_gpu != gpu:
-        machine = None
+    machine = world.share(lambda: this_machine(remeasure=False, say=console.say) if gpu else unmeasured_machine())
     run = replace(run, recipe=with_recompute(run.recipe, machine, world.size))
-    if machine is None or world.many:  # the exchange between ranks is not measured
+    if world.many:  # the exchange between ranks is not measured
         return run, None
     try:
         plan = make_plan(as_long_as_its_rows(run), machine)

@@ -156,7 +156,8 @@ def begin_or_go_on(start: Start, engine: Engine, trackers: Trackers, console: Co
     recorder = Recorder(run_dir, engine, start.first_step, run.total_steps, write=world.first)
     recorder.start(run.data, run.tokenizer, run.device)
     if plan:
-        recorder.planned(plan.seconds.step, plan.peak_bytes("gpu"), plan.peak_bytes("host"))
+        seconds = plan.seconds.step if plan.machine.predicts_time else 0.0
+        recorder.planned(seconds, plan.peak_bytes("gpu"), plan.peak_bytes("host"))
     return Records(metrics, recorder)
 
 
