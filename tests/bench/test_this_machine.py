@@ -12,6 +12,7 @@ from penstock.machine.known import H200
 
 
 def test_measured_once_then_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "busy_cores", lambda: 0.0)
     cache, said = tmp_path / "machines.json", []
     start = time.perf_counter()
     first = this_machine(remeasure=False, say=said.append, cache=cache)

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from penstock.engine.ranks import ALONE
 from penstock.errors import RecipeError
 from penstock.machine import hardware
 from penstock.machine.hardware import (
+    COMPILED_FROM,
     available_host_bytes,
     cpu_has_bf16,
     near_cores,
@@ -19,9 +21,12 @@ from penstock.machine.hardware import (
     usable_cores,
 )
 from penstock.machine.known import H200
+from penstock.plan.architecture import architecture_of
 from penstock.plan.report import job_on
 from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import Recipe
+from penstock.report.console import Console
+from penstock.run.preparation import planned, prepare_run
 
 
 def test_the_device_follows_the_recipe():
@@ -35,6 +40,26 @@ def test_layers_are_compiled_on_a_gpu_by_our_own_engine():
     assert not pick_compile(Recipe(), cpu)
     assert not pick_compile(Recipe(compile=False), gpu)
     assert not pick_compile(Recipe(engine="deepspeed"), gpu)
+
+
+def test_a_small_model_is_not_compiled_and_its_gpu_not_measured(monkeypatch, capsys):
+    """Half a minute of both for a few seconds of training. What is planned agrees with what is run."""
+    gpu = torch.device("cuda")
+    assert not pick_compile(Recipe(), gpu, num_params=COMPILED_FROM - 1)
+    assert pick_compile(Recipe(), gpu, num_params=COMPILED_FROM)
+    assert not job_on(PRESETS["demo"], H200).compiled
+    assert job_on(PRESETS["smollm2-135m"], H200).compiled
+    run = prepare_run(PRESETS["demo"], Console(quiet=True))
+    assert run.num_params == architecture_of(PRESETS["demo"]).num_parameters()
+    on_gpu = dataclasses.replace(run, device=gpu)
+    memory = dataclasses.replace(H200, matrix_flops_per_s=1.0)
+    monkeypatch.setattr("penstock.run.preparation.unmeasured_machine", lambda device: memory)
+    monkeypatch.setattr("penstock.run.preparation.this_machine", None)
+    planned(on_gpu, Console(), ALONE)
+    said = capsys.readouterr().out
+    assert "planned: 0." in said
+    assert "s a step" not in said
+    assert "state 100% gpu" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

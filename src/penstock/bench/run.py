@@ -36,6 +36,7 @@ from penstock.flow.timeline import Span
 from penstock.machine.hardware import describe, pick_compile, pick_device, pick_dtype
 from penstock.model.flops import flops_per_token
 from penstock.model.load import load_config, load_model
+from penstock.model.load_rows import count_parameters
 from penstock.plan.report import with_recompute
 from penstock.recipe.recipe import Recipe
 
@@ -71,8 +72,9 @@ class Report:
 def bench(recipe: Recipe, asked: Asked, *, to: str, say: Say) -> Report:
     """Ceilings, the floor, our step in every variant, then peers. Each row is on disk as soon as it is known."""
     device = pick_device(recipe.device)
-    dtype, compiled = pick_dtype(recipe.dtype, device), pick_compile(recipe, device)
-    recipe = dataclasses.replace(recipe, init="random", dtype=dtype, compile=compiled)
+    recipe = dataclasses.replace(recipe, init="random", dtype=pick_dtype(recipe.dtype, device))
+    num_params = count_parameters(recipe, load_config(recipe))
+    recipe = dataclasses.replace(recipe, compile=pick_compile(recipe, device, num_params))
     if recipe.recompute == "auto":
         recipe = with_recompute(recipe, this_machine(remeasure=False, say=say) if device.type == "cuda" else None)
     wanted = variants(recipe, asked.modes, asked.updates, asked.formats)

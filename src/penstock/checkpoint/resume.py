@@ -265,6 +265,11 @@ def as_begun(recipe: Recipe, saved: Saved | None) -> Recipe:
     )
 
 
+def was_compiled(saved: Saved | None) -> bool:
+    """Whether a run that goes on had compiled layers: small models have none any more, unless they began so."""
+    return bool(saved and saved.recipe.get("compile"))
+
+
 def check_same_run(saved: Saved, recipe: Recipe, total_steps: int, data: str, *, anyway: bool) -> None:
     """Refuse a checkpoint whose run had another recipe or other data, as far as that changes what is trained."""
     now, default = to_dict(recipe), to_dict(Recipe())

@@ -160,7 +160,7 @@ def train(words: list[str]) -> int:
     if not world.first:
         return 0
     if args.json:
-        print(to_json(summary))
+        print(to_json(dataclasses.replace(summary, times=tuple(console.all_times()))))
     else:
         console.summary(summary)
     return 0

@@ -31,6 +31,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    modeling_gguf_pytorch_utils,
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging
@@ -367,11 +368,15 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def quiet() -> Iterator[None]:
     """Transformers' reports and progress bars say in its own words what is said here."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    reading: Any = modeling_gguf_pytorch_utils
+    bar = reading.tqdm
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    reading.tqdm = lambda items, **_: items  # it asks nobody, and fills a log
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        reading.tqdm = bar
         if bars:
             logging.enable_progress_bar()

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from penstock.errors import RecipeError, UserError, counted
-from penstock.machine.hardware import cpu_has_bf16
+from penstock.machine.hardware import COMPILED_FROM, cpu_has_bf16
 from penstock.machine.known import Machine
 from penstock.plan.architecture import architecture_of
 from penstock.plan.job import Job, Settings
@@ -65,9 +65,10 @@ def job_of(recipe: Recipe, dtype_bytes: int = 2, *, gpu: bool = True) -> Job:
     """What a recipe asks for, settings aside."""
     homes = parse_homes(recipe.homes)
     shares = {homes: 1.0} if isinstance(homes, str) else homes or {}
-    overlap = recipe.mode == "superoffload"
+    overlap, architecture = recipe.mode == "superoffload", architecture_of(recipe)
+    large = architecture.num_parameters() >= COMPILED_FROM
     return Job(
-        architecture_of(recipe),
+        architecture,
         recipe.batch_size,
         recipe.max_length,
         clip=bool(recipe.max_grad_norm),
@@ -77,7 +78,7 @@ def job_of(recipe: Recipe, dtype_bytes: int = 2, *, gpu: bool = True) -> Job:
         attention="varlen" if recipe.attention == "auto" else recipe.attention,
         dtype_bytes=dtype_bytes,
         checkpoints=_checkpoints(recipe),
-        compiled=recipe.compile and gpu and dtype_bytes == 2,
+        compiled=recipe.compile and large and gpu and dtype_bytes == 2,
     )
 
 

@@ -57,7 +57,8 @@ class Recipe:
     little time. selected:N does so in the first N layers; full:N takes these whole and of the others what selected
     takes. `auto` takes what the plan finds fastest."""
     compile: bool = True
-    """Compile the decoder layers on a GPU: faster steps after a start of half a minute; results differ by rounding."""
+    """Compile the decoder layers of models over 100 M parameters on a GPU: faster steps after a start of half a minute;
+    results differ by rounding."""
     mode: Literal["superoffload", "zerooffload"] = "superoffload"
     """`superoffload` hides updates under the arithmetic; `zerooffload`, the baseline, makes them after backward."""
     homes: str = "auto"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TextIO, cast
 
+import psutil
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
 from rich.live import Live
@@ -81,6 +82,9 @@ class Console:
         file = cast(TextIO, _Steady(sys.stderr if json else sys.stdout))
         self.rich = _Lines(file=file, highlight=False, quiet=quiet, soft_wrap=True, force_jupyter=False)
         self._json, self._showing = json, False
+        self.times: list[tuple[str, float]] = []
+        """Every phase that lay in no other, and its seconds."""
+        self._depth = 0
         self._panel: Panel | None = None
 
     def say(self, text: str) -> None:
@@ -105,15 +109,25 @@ class Console:
             self._panel.ends(title)
             return
         self.rich.print(f"[bold]{escape(title)}[/bold]")
-        with self._redrawn(Working(title), transient=True):
+        with self._redrawn(Working(title), transient=True), self._timed(title):
             yield phase
         seconds = time.perf_counter() - start
         if seconds >= 2:
             gigabytes = phase.num_bytes / 1e9
-            said = (
-                f", {gigabytes:.1f} GB at {gigabytes / seconds:.1f} GB/s" if gigabytes >= 0.1 else ""
-            )  # or it would be 0.0 of both
+            worth_saying = gigabytes / seconds >= 0.05  # a rate that is not 0.0
+            said = f", {gigabytes:.1f} GB at {gigabytes / seconds:.1f} GB/s" if worth_saying else ""
             self.rich.print(f"[dim]  {escape(title)}: {seconds:.1f} s{said}[/dim]")  # phases may lie in one another
+
+    @contextmanager
+    def _timed(self, title: str) -> Iterator[None]:
+        start, outer = time.perf_counter(), self._depth == 0
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if outer:
+                self.times.append((title.split()[0].lower(), time.perf_counter() - start))
 
     @contextmanager
     def training(self, name: str, total_steps: int, sources: Sources, earlier: Sequence[StepRow]) -> Iterator[None]:
@@ -124,7 +138,7 @@ class Console:
             return
         panel = Panel(name, total_steps, sources)
         panel.earlier(earlier)
-        with self._redrawn(panel, transient=False):
+        with self._redrawn(panel, transient=False), self._timed("Training"):
             self._panel = panel
             try:
                 yield
@@ -172,6 +186,12 @@ class Console:
         line += "  skipped: gradient not finite" if row.skipped else f"  {_clock(seconds_left)} left"
         self.say(line)
 
+    def all_times(self) -> list[tuple[str, float]]:
+        """Where the time of this process went, by phase: starting, what was measured, and the rest."""
+        total = time.time() - psutil.Process().create_time()
+        known = sum(seconds for _, seconds in self.times)
+        return [("starting and the rest", max(0.0, total - known)), *self.times]
+
     def summary(self, summary: Summary) -> None:
         """The end of a run, which is said even to who wants quiet."""
         self.rich.quiet = False
@@ -183,6 +203,7 @@ class Console:
             ("ended", "early: patience ran out" if summary.stopped_early else ""),
             ("tokens", f"{summary.tokens:,}, of them {summary.trained_tokens:,} trained on"),
             ("speed", f"{summary.tokens_per_s:,.0f} tokens/s, {_clock(summary.seconds)} in all"),
+            ("time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.all_times())),
             ("prompt", summary.answer.prompt if summary.answer else ""),
             ("  before", summary.answer.before if summary.answer else ""),
             ("  after", summary.answer.after if summary.answer else ""),

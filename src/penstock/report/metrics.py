@@ -65,6 +65,8 @@ class Summary:
     best_step: int | None = None
     best_checkpoint: str | None = None
     """Of the best step, where it was kept."""
+    times: tuple[tuple[str, float], ...] = ()
+    """Where the seconds of the process went, by phase."""
     stopped_early: bool = False
     """Whether --patience ended the run before its last step."""
 

@@ -15,15 +15,23 @@ import yaml
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from penstock.bench.this_machine import this_machine, unmeasured_machine
-from penstock.checkpoint.resume import Saved, as_begun, check_same_run, find_start, goes_on_in, verify_saved
+from penstock.checkpoint.resume import (
+    Saved,
+    as_begun,
+    check_same_run,
+    find_start,
+    goes_on_in,
+    verify_saved,
+    was_compiled,
+)
 from penstock.checkpoint.run_dir import check_room, check_run_dir
 from penstock.data.loader import Dataset, Position, prepare
 from penstock.engine.deepspeed_start import can_save, check_deepspeed
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import RecipeError, UserError, counted
-from penstock.machine.hardware import describe, pick_compile, pick_device, pick_dtype
+from penstock.machine.hardware import COMPILED_FROM, describe, pick_compile, pick_device, pick_dtype
 from penstock.model.load import load_config, load_tokenizer
-from penstock.model.load_rows import build_on_meta
+from penstock.model.load_rows import build_on_meta, count_parameters
 from penstock.plan.layout import FORMATS
 from penstock.plan.predict import Plan
 from penstock.plan.report import make_plan, short, with_recompute
@@ -43,6 +51,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     data: Dataset
     total_steps: int
+    num_params: int
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,9 @@ class Start:
         return position if in_data else Position(position.epoch + 1, 0)
 
 
-def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resume: bool = False) -> Run:
+def prepare_run(
+    recipe: Recipe, console: Console, world: World = ALONE, *, resume: bool = False, begun_compiled: bool = False
+) -> Run:
     """Everything that can be wrong without loading a weight is found here."""
     if not recipe.data:
         remedy = "Name a file, a directory, or a data set of the Hub, such as --data my.jsonl."
@@ -75,9 +86,12 @@ def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resum
     if warning := check_deepspeed(recipe, device, world, resume=resume):
         console.say(f"WARNING: {warning}")
     recipe = replace(recipe, keep=recipe.keep if can_save(recipe) else 0)
-    recipe = replace(recipe, dtype=pick_dtype(recipe.dtype, device), compile=pick_compile(recipe, device))
+    recipe = replace(recipe, dtype=pick_dtype(recipe.dtype, device))
     make_repeatable(recipe)
     config, tokenizer = load_config(recipe), load_tokenizer(recipe)
+    num_params = count_parameters(recipe, config)
+    # A run that was begun compiled goes on so, whatever its size.
+    recipe = replace(recipe, compile=pick_compile(recipe, device, COMPILED_FROM if begun_compiled else num_params))
     if layers := getattr(config.get_text_config(), "num_hidden_layers", 0):
         recompute_by_layer(recipe.recompute, layers)  # says so if there are not so many
     machine = unmeasured_machine(device)
@@ -92,7 +106,7 @@ def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resum
             f"  {epochs} {counted(steps, 'step')}, fewer than --max-steps {recipe.max_steps}; --epochs adds more"
         )
     recipe = replace(recipe, data_format=data.data_format)  # so that `generate` asks as the rows did
-    return Run(recipe, device, config, tokenizer, data, total_steps)
+    return Run(recipe, device, config, tokenizer, data, total_steps, num_params)
 
 
 def check_disk(run: Run, first_step: int, checkpoint_bytes: int, weight_bytes: int) -> None:
@@ -132,13 +146,16 @@ def make_repeatable(recipe: Recipe) -> None:
 def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]:
     """The run with what the plan chooses for it, said in advance. No plan of a model whose numbers it does not know.
 
-    Of a CPU the memory is planned and nothing is measured: there is nothing to place, and no time is predicted.
+    Of a CPU, and of a model that is small beside any GPU, the memory is planned and nothing is measured: there is
+    nothing to place, and no time is predicted.
     """
     if run.recipe.engine == "deepspeed":  # as the reference does it
         word = "full" if run.recipe.recompute == "auto" else run.recipe.recompute
         return replace(run, recipe=replace(run.recipe, recompute=word)), None
-    gpu = run.device.type == "cuda"
-    machine = world.share(lambda: this_machine(remeasure=False, say=console.say) if gpu else unmeasured_machine())
+    measured = run.device.type == "cuda" and run.num_params >= COMPILED_FROM
+    machine = world.share(
+        lambda: this_machine(remeasure=False, say=console.say) if measured else unmeasured_machine(run.device)
+    )
     run = replace(run, recipe=with_recompute(run.recipe, machine, world.size))
     if world.many:  # the exchange between ranks is not measured
         return run, None
@@ -193,7 +210,7 @@ def dry_run(
     check_installed(recipe)
     check_run_dir(recipe.run_dir, overwrite=overwrite, own=goes_on_in(recipe.run_dir, resume))
     saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
-    run = prepare_run(as_begun(recipe, saved), console, resume=bool(resume))
+    run = prepare_run(as_begun(recipe, saved), console, resume=bool(resume), begun_compiled=was_compiled(saved))
     if saved:
         check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
         verify_saved(saved, console.say)

@@ -21,6 +21,7 @@ from penstock.checkpoint.resume import (
     save_run,
     saved_metrics,
     verify_saved,
+    was_compiled,
 )
 from penstock.checkpoint.run_dir import check_run_dir, make_run_dir, note_ranks
 from penstock.checkpoint.store import of_step
@@ -111,7 +112,8 @@ def find_beginning(
 ) -> Start:
     """What the run will do and from which step on, with every check that needs no weights."""
     saved = world.share(lambda: find_start(recipe.run_dir, resume, overwrite=overwrite))
-    run = prepare_run(as_begun(recipe, saved), console, world, resume=bool(resume))
+    begun = as_begun(recipe, saved)
+    run = prepare_run(begun, console, world, resume=bool(resume), begun_compiled=was_compiled(saved))
     if saved:
         check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
         with console.phase(f"Checking {saved.checkpoint.path}"):
