@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -47,9 +48,24 @@ def test_the_command_parses_without_torch():
     assert run_python("import sys, penstock.command.cli; print('torch' in sys.modules)").stdout.strip() == "False"
 
 
-def test_readme_names_every_preset():
-    rows = re.findall(r"^\| `([a-z0-9-]+)` \|", (ROOT / "README.md").read_text(), flags=re.M)
-    assert rows == list(PRESETS)
+def test_readme_and_the_page_about_models_name_every_preset():
+    page = (ROOT / "docs" / "model.md").read_text()
+    first_table = page[: page.index("What they need")]
+    assert re.findall(r"^\| `([a-z0-9-]+)` \|", first_table, flags=re.M) == list(PRESETS)
+    sentence = re.search(r"is a recipe with a name: ([^.]*)\.", (ROOT / "README.md").read_text())[1]
+    assert re.findall(r"`([a-z0-9-]+)`", sentence) == list(PRESETS)
+
+
+def test_the_first_screen_of_the_readme_has_a_picture_a_table_and_both_commands():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    first = "\n".join(lines[:55])
+    for part in ("![", "| tokens/s |", "<!-- run -->", "<!-- test -->", "It is for people with"):
+        assert part in first, part
+
+
+def test_launch_scripts_can_be_started():
+    for path in [*ROOT.glob("examples/*.sh"), ROOT / "scripts" / "distribution.sh", ROOT / ".ci" / "run"]:
+        assert os.access(path, os.X_OK), path
 
 
 def test_constraints_pin_torch():

@@ -63,7 +63,7 @@ class Machine:
 
     @property
     def predicts_time(self) -> bool:
-        """Whether seconds are worth saying: without a GPU they would be off by a factor of two, without rates by more."""
+        """Whether seconds are worth saying: without a GPU they would be off by a factor of two."""
         return self.has_gpu and self.matrix_flops_per_s > 1
 
     @property

@@ -227,7 +227,7 @@ def state_buffers(dealt: Mapping[HomeName, Sequence[Chunk]], *, on_gpu: bool = T
         arena = sum(padded(chunk.state_bytes) for chunk in on_host)
         found.append(Buffer("host state", "host", max(ALIGNMENT, arena)))
         if copies:
-            found.append(Buffer("copies for host", "host", copies))
+            found.append(Buffer("pinned copies", "host", copies))
     return found
 
 

@@ -99,8 +99,8 @@ def flags_between(old: Plan, new: Plan) -> tuple[str, ...]:
 
 
 TRADES = {
-    "bf16": "moments in bf16, rounded by chance (no bias, some noise)",
-    "int8": "moments in 8 bits, rounded by chance (no bias, more noise)",
+    "bf16": "moments in bf16, with stochastic rounding (no bias, some noise)",
+    "int8": "moments in 8 bits, with stochastic rounding (no bias, more noise)",
 }
 
 

@@ -134,7 +134,7 @@ class Recipe:
     """AdamW's weight decay; not applied to norms and biases."""
     states: Literal["fp32", "bf16", "int8"] = "fp32"
     """Format of AdamW's moments; masters are fp32 anyway. `fp32` is exact and takes 10 bytes a parameter, with masters.
-    `bf16` takes 6 and `int8` 4: moments are rounded by chance, without bias but with noise, so the run is another."""
+    `bf16` takes 6 and `int8` 4: stochastic rounding, without bias but with noise, so that the run is another."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm. 0: never."""
     skip_limit: int = 10

@@ -150,7 +150,7 @@ def begin_or_go_on(start: Start, engine: Engine, trackers: Trackers, console: Co
 
     metrics = Metrics(run_dir, on_row=seen, on_eval=evaluated, write=world.first)
     if saved := start.saved:
-        with console.phase(f"Taking up the run after step {saved.step:,}"):
+        with console.phase(f"Resuming after step {saved.step:,}"):
             metrics.restore(world.share(lambda: saved_metrics(saved)))
             progress.catch_up(metrics.rows)
             restore(saved, engine, console.say, world)
