@@ -164,7 +164,8 @@ def _read_jsonl(path: Path, remedy: str = _MEND) -> Iterator[Row]:
         try:
             value = _DECODER.decode(text)
         except (ValueError, RecursionError) as error:
-            column = error.colno if isinstance(error, json.JSONDecodeError) else None
+            # Behind the line's own end the decoder is on a line of its own, and says column 1.
+            column = min(error.pos, len(text.rstrip())) + 1 if isinstance(error, json.JSONDecodeError) else None
             if text.lstrip().startswith("["):
                 remedy = _IS_ARRAY
             raise _bad_json(error, name, number, column, remedy) from None
