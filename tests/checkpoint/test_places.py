@@ -57,12 +57,14 @@ def test_a_model_has_no_checksums_to_verify(run, capsys):
     assert "has no checksums" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_any_checkpoint_and_any_model_can_be_asked(run, capsys):
     final = answered(run, capsys)
     assert answered(run / "checkpoints" / "step-00000002", capsys) == final
     assert answered(run / "model", capsys) == final
 
 
+@pytest.mark.slow
 def test_any_checkpoint_and_any_model_can_be_exported(run, tmp_path, capsys):
     first, last, copy = tmp_path / "first", tmp_path / "last", tmp_path / "copy"
     for path, to in (("checkpoints/step-00000001", first), ("checkpoints/step-00000002", last), ("model", copy)):

@@ -173,7 +173,7 @@ def open_model(place: Place, say: Callable[[str], None], device: torch.device | 
         tokenizer = AutoTokenizer.from_pretrained(source, **trust)
         model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", **where, **trust)
     except (OSError, ValueError, SafetensorError) as error:
-        what = f"the model cannot be loaded: {str(error).strip().splitlines()[0]}"
+        what = f"the exported model cannot be loaded: {str(error).strip().splitlines()[0]}"
         remedy = f"Remove {source}; `penstock export {path} --to {source}` makes it from the newest checkpoint."
         if place.kind == "model":
             remedy = "Write it again, or name a run or a checkpoint."
