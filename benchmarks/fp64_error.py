@@ -1,11 +1,11 @@
-"""How far AdamW is from fp64 after 200 steps: OffloadAdamW beside torch's AdamW, one tensor at a time, foreach and fused.
+"""How far AdamW is from fp64 after 200 steps: OffloadAdamW beside torch's (one tensor at a time, foreach, fused).
 
     python benchmarks/fp64_error.py            # the table of docs/numerics.md
 
 All of them get the same gradients, given micro-batch by micro-batch and already rounded to the weights' type, so that
 only what an optimizer does with them is measured: adding them up, the update, and how the weight is kept. The error is
-that of the weights, relative to how far they have moved: |w - w64| / |w64 - start|. Gradients have a mean that is a tenth
-of their spread. Nothing is clipped.
+that of the weights, relative to how far they have moved: |w - w64| / |w64 - start|. Gradients have a mean that is a
+tenth of their spread. Nothing is clipped.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Weights(nn.Module):
         self.weight = nn.Parameter(start.clone())
 
     def forward(self, gradient: Tensor) -> Tensor:
+        """Their product."""
         return (self.weight * gradient).sum()
 
 

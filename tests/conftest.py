@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,9 @@ import hypothesis
 import pytest
 import torch
 
+# Started in the background by a script, or by nohup, pytest inherits these ignored, and so would what it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, and then runs its kernels on the CPU
 hypothesis.settings.register_profile("house", deadline=None)  # a busy machine is slow, not wrong

@@ -77,6 +77,8 @@ CHANGES = {
     "log_every": {"log_every": 3},
     "save_every": {"save_every": 1},
     "keep": {"keep": 1},
+    "keep_best": {"keep_best": True},
+    "patience": {"patience": 1},
     "prompt": {"prompt": "What is the capital of Italy?"},
     "track": None,
     "project": None,
@@ -84,6 +86,7 @@ CHANGES = {
 }
 # bf16 is a hundred times slower on a CPU without it, so that run is tiny.
 TINY = "num_hidden_layers=1,hidden_size=16,intermediate_size=16,num_attention_heads=2,num_key_value_heads=1,head_dim=8"
+WRECKING = {"lr": 0.3, "warmup": 0.0, "schedule": "constant"}  # the first evaluation is the best
 ALSO = {  # settings that both runs share
     "dtype": {"init": "random", "shape": TINY, "data_percent": 3.0, "max_steps": 1},
     "shape": {"init": "random"},
@@ -96,6 +99,8 @@ ALSO = {  # settings that both runs share
     "too_long": {"max_length": 40},
     "eval_every": {"validation": 0.1},
     "keep": {"save_every": 1},
+    "keep_best": {"validation": 0.1, "eval_every": 1, "keep": 1, **WRECKING},
+    "patience": {"validation": 0.1, "eval_every": 1, **WRECKING},
     "epochs": {"max_steps": 0, "data_percent": 30.0, "epochs": 0.5},
 }
 SEEN = {  # where a change shows, if not in the steps or the answer
@@ -112,6 +117,7 @@ SEEN = {  # where a change shows, if not in the steps or the answer
     "eval_every": ["evals"],
     "save_every": ["saved"],
     "keep": ["saved"],
+    "keep_best": ["saved"],
 }
 ELSEWHERE = {
     "compile": "tests/model/test_compiled.py",

@@ -3,9 +3,11 @@
 import ast
 import importlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -46,9 +48,24 @@ def test_the_command_parses_without_torch():
     assert run_python("import sys, penstock.command.cli; print('torch' in sys.modules)").stdout.strip() == "False"
 
 
-def test_readme_names_every_preset():
-    rows = re.findall(r"^\| `([a-z0-9-]+)` \|", (ROOT / "README.md").read_text(), flags=re.M)
-    assert rows == list(PRESETS)
+def test_readme_and_the_page_about_models_name_every_preset():
+    page = (ROOT / "docs" / "model.md").read_text()
+    first_table = page[: page.index("What they need")]
+    assert re.findall(r"^\| `([a-z0-9-]+)` \|", first_table, flags=re.M) == list(PRESETS)
+    sentence = re.search(r"is a recipe with a name: ([^.]*)\.", (ROOT / "README.md").read_text())[1]
+    assert re.findall(r"`([a-z0-9-]+)`", sentence) == list(PRESETS)
+
+
+def test_the_first_screen_of_the_readme_has_a_picture_a_table_and_both_commands():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    first = "\n".join(lines[:55])
+    for part in ("![", "| tokens/s |", "<!-- run -->", "<!-- test -->", "It is for people with"):
+        assert part in first, part
+
+
+def test_launch_scripts_can_be_started():
+    for path in [*ROOT.glob("examples/*.sh"), ROOT / "scripts" / "distribution.sh", ROOT / ".ci" / "run"]:
+        assert os.access(path, os.X_OK), path
 
 
 def test_constraints_pin_torch():
@@ -66,3 +83,24 @@ def test_scripts_name_only_what_is_there(path):
             for name in node.names:
                 found = hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}")
                 assert found, f"{path.name}: {node.module} has no {name.name}"
+
+
+def test_the_name_to_install_is_the_one_that_is_ours():
+    """On PyPI `penstock` is another project; the distribution is `penstock-train`."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = settings["optional-dependencies"]
+    assert settings["name"] == "penstock-train"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    named = [name for name in listed.splitlines() if name.endswith((".md", ".py", ".sh", ".toml", ".ipynb"))]
+    for path in (ROOT / name for name in named if not name.startswith("tests/")):
+        text = path.read_text(encoding="utf-8").replace("\\[", "[")
+        assert not re.search(r"\bpenstock\[|pip install '?penstock[' ]", text), path
+        for extra in re.findall(r"(?:penstock-train|'\.)\[([a-z]+)\]", text):
+            assert extra in extras, f"{path}: there is no extra {extra}"
+
+
+def test_what_the_readme_shows_needs_no_extra():
+    """The charts of a report are a plain dependency; trackers and DeepSpeed are extras that are named as such."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert any(name.startswith("vl-convert-python") for name in settings["dependencies"])
+    assert set(settings["optional-dependencies"]) == {"deepspeed", "test", "docs", "tensorboard", "wandb", "trackio"}

@@ -84,7 +84,7 @@ def test_the_page_lists_every_message_as_it_is():
 
 def test_the_page_has_every_kind_with_its_exit_code():
     for name, kind in LIST.KINDS.items():
-        code = "130 or 143" if kind is Interrupted else kind.exit_code
+        code = "129, 130 or 143" if kind is Interrupted else kind.exit_code
         assert LIST.TITLES[name].endswith(f"exit {code}")
 
 

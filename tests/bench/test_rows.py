@@ -6,6 +6,7 @@ import json
 import pytest
 
 from penstock.bench.rows import WIDTH, Memory, Results, Row, row_of, table
+from penstock.bench.run import show
 from penstock.errors import DataError, OutputError
 
 REQUIRED = [
@@ -102,3 +103,13 @@ def test_the_references_count_stands_below_under_its_own_name():
         [row(reference_tflops=635.13)]
     )
     assert "reference" not in table([row()])
+
+
+def test_what_cannot_be_is_called_noise():
+    """A step contains its floor, so that it cannot take less."""
+    floor = row("floor", 1.6, floor_s=1.6, exposed_s=0.0, mode="", schedule="", states="")
+    text = table([floor, row(step_s=1.5, floor_s=1.6, exposed_s=-0.1)])
+    assert "noise of the measurement" in text
+    assert "under 1 is noise" in show(row(step_s=1.5, floor_s=1.6))
+    fine = row(step_s=1.7, floor_s=1.6, exposed_s=0.1)
+    assert "noise" not in table([floor, fine]) + show(fine)

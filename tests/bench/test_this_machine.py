@@ -4,12 +4,15 @@ import dataclasses
 import json
 import time
 
+import pytest
+
 from penstock.bench import this_machine as probe
-from penstock.bench.this_machine import disk_rate, identity, known_machine, this_machine
+from penstock.bench.this_machine import disk_rate, identity, this_machine
 from penstock.machine.known import H200
 
 
 def test_measured_once_then_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "busy_cores", lambda: 0.0)
     cache, said = tmp_path / "machines.json", []
     start = time.perf_counter()
     first = this_machine(remeasure=False, say=said.append, cache=cache)
@@ -47,15 +50,23 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch):
     assert "cannot be written" in said[-1]
 
 
-def test_what_was_never_measured_is_not_known(tmp_path, monkeypatch):
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
-    assert known_machine() is None
+def test_memory_is_looked_up_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(probe, "measure", lambda: H200)
-    this_machine(remeasure=False, say=print)
-    found = known_machine()
-    assert found is not None
-    assert found.name == "h200"
-    assert found.host_bytes != H200.host_bytes, "memory is looked up anew"
+    found = this_machine(remeasure=False, say=print, cache=tmp_path / "machines.json")
+    assert found.host_bytes != H200.host_bytes
+
+
+@pytest.mark.parametrize(("busy", "warned"), [(0.5, False), (9.0, True)])
+def test_a_machine_that_others_use_is_not_measured_silently(busy, warned, tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "measure", lambda: H200)  # 16 cores
+    monkeypatch.setattr(probe, "busy_cores", lambda: busy)
+    said = []
+    found = this_machine(remeasure=False, say=said.append, cache=tmp_path / "machines.json")
+    assert any("other programs kept 9.0 of 16 cores busy" in line for line in said) == warned
+    assert any("--remeasure" in line for line in said if "WARNING" in line) == warned
+    later = this_machine(remeasure=False, say=said.append, cache=tmp_path / "machines.json")
+    assert found.sources == later.sources
+    assert any("cores busy" in source for source in later.sources) == warned, "every plan shows it"
 
 
 def test_the_disk_has_a_rate(tmp_path):

@@ -97,7 +97,7 @@ def test_a_damaged_manifest_is_damage_and_no_manifest_is_debris(server, run):
     (newest / "manifest.json").unlink()
     ended = server.train(run, *STEPS, "--resume")
     assert ended.code == 0, ended.text
-    assert "Taking up the run after step 2" in ended.text
+    assert "Resuming after step 2" in ended.text
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000002", "step-00000004"]
 
 
@@ -159,7 +159,7 @@ def test_the_newest_is_told_by_step_not_by_time(server, run):
         for file in [path, *path.iterdir()]:
             os.utime(file, (seconds, seconds))
     ended = server.train(run, *STEPS, "--resume")
-    assert (ended.code, "Taking up the run after step 4" in ended.text) == (0, True), ended.text
+    assert (ended.code, "Resuming after step 4" in ended.text) == (0, True), ended.text
 
 
 def test_a_run_that_ended_is_only_exported_again(server, run, ended_run):

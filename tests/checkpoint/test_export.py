@@ -12,7 +12,7 @@ from own_code import with_own_code
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from penstock.checkpoint.export import PROBE, _compare, export, export_run, logits_of, mend_generation
+from penstock.checkpoint.export import PROBE, _compare, export, export_from, logits_of, mend_generation
 from penstock.errors import CheckpointError, Diverged, DoesNotFit, OutputError, RecipeError
 from penstock.model.load import load_config, load_model
 from penstock.recipe.presets import PRESETS
@@ -138,7 +138,7 @@ def test_a_checkpoint_with_such_a_generation_config_is_exported(tmp_path, monkey
         patch.setattr("penstock.run.loading.mend_generation", lambda *_: None)
         with pytest.raises(ValueError, match="GenerationConfig is invalid"):
             train(recipe, Console(quiet=True))
-    export_run(run, tmp_path / "out", file_size="5GB", say=lambda _: None)
+    export_from(run, tmp_path / "out", file_size="5GB", say=lambda _: None)
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert (written["do_sample"], written["temperature"], written["eos_token_id"]) == (True, 0.9, 2)
     train(recipe, Console(quiet=True), overwrite=True)

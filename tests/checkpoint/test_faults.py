@@ -187,7 +187,7 @@ NativeEngine.accumulate = stopped
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_in_mid_step_finishes_it_and_saves(server, tmp_path, whole_run, name):
     run = tmp_path / "run"
     ended = server.train(run, "--max-steps", "6", "--keep", "2", code=AT_STEP.format(name=name))

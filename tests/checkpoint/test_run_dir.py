@@ -7,7 +7,7 @@ import torch
 
 from penstock.checkpoint.run_dir import check_room, check_run_dir, find_model, make_run_dir, run_recipe
 from penstock.checkpoint.store import save
-from penstock.errors import CheckpointError, DoesNotFit, OutputError
+from penstock.errors import CheckpointError, DoesNotFit, OutputError, RecipeError
 from penstock.offload.saved_tensors import whole
 from penstock.recipe.recipe import Recipe
 
@@ -60,7 +60,7 @@ def test_the_recipe_comes_back(tmp_path):
 
 
 def test_a_run_without_a_model_is_said(tmp_path):
-    with pytest.raises(CheckpointError, match="not the directory of a run"):
+    with pytest.raises(RecipeError, match="not the directory of a run"):
         find_model(tmp_path)
     run = make_run_dir(Recipe(output_dir=str(tmp_path / "run")))
     with pytest.raises(CheckpointError, match=r"(?s)no exported model.*no checkpoint either"):

@@ -1,9 +1,20 @@
 """Words of a command line, and what they become."""
 
+import dataclasses
+
 import pytest
 
-from penstock.command.arguments import DataArgs, parse_with_recipe, with_value, without_local_rank
-from penstock.recipe.file import find_recipe
+from penstock.command.arguments import (
+    BenchArgs,
+    DataArgs,
+    PlanArgs,
+    TrainArgs,
+    parse_with_recipe,
+    with_value,
+    without_local_rank,
+)
+from penstock.recipe.file import find_recipe, for_model
+from penstock.recipe.presets import PRESETS
 
 
 @pytest.mark.parametrize(
@@ -16,23 +27,74 @@ from penstock.recipe.file import find_recipe
     ],
 )
 def test_presets_take_a_tenth_of_their_own_data_and_all_of_yours(words, share, tmp_path):
-    args = parse_with_recipe(DataArgs, "data", ["llama-8b", *words])
+    args = parse_with_recipe(DataArgs, "data", ["llama-8b", *words]).args
     assert args.recipe.data_percent == share
     path = tmp_path / "mine.yaml"
     path.write_text("preset: llama-8b\n" + "".join(f"{w.lstrip('-').replace('=', ': ')}\n" for w in words if "=" in w))
-    assert find_recipe(str(path))[0].data_percent == (100.0 if any("=" in w for w in words) else 10.0)
+    assert find_recipe(str(path)).recipe.data_percent == (100.0 if any("=" in w for w in words) else 10.0)
 
 
 def test_a_share_that_a_file_chose_stays_for_other_data(tmp_path):
     path = tmp_path / "mine.yaml"
     for text, share in (("data_percent: 10", 10.0), ("lr: 2e-5", 100.0)):
         path.write_text(f"preset: llama-8b\n{text}\n")
-        assert parse_with_recipe(DataArgs, "data", [str(path), "--data", "x.jsonl"]).recipe.data_percent == share
+        assert parse_with_recipe(DataArgs, "data", [str(path), "--data", "x.jsonl"]).args.recipe.data_percent == share
+
+
+@pytest.mark.parametrize("words", [[], ["--max-steps", "3"], ["--model", "demo"], ["--data=demo"]])
+def test_without_a_recipe_and_a_model_it_is_the_demo(words):
+    args = parse_with_recipe(TrainArgs, "train", words).args
+    assert dataclasses.replace(args.recipe, max_steps=0) == PRESETS["demo"]
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["--model", "Qwen/Qwen3-8B"], "Qwen3-8B"),
+        (["--model=Qwen/Qwen3-8B"], "Qwen3-8B"),
+        (["--model", "some/where/mine/"], "mine"),
+        (["--model", "some/model.gguf"], "model"),
+        (["--model", "Qwen/Qwen3-8B", "--name", "first"], "first"),
+    ],
+)
+@pytest.mark.parametrize("kind", [TrainArgs, DataArgs, PlanArgs, BenchArgs])
+def test_a_model_without_a_preset_has_defaults_that_do_no_harm(kind, words, name):
+    parsed = parse_with_recipe(kind, "train", [*words, "--data", "my.jsonl"])
+    recipe = parsed.args.recipe
+    assert (recipe.lr, recipe.epochs, recipe.warmup, recipe.max_length) == (1e-5, 1.0, 0.05, 0)
+    assert (recipe.name, recipe.prompt, recipe.data_percent, parsed.note) == (name, None, 100.0, "")
+
+
+def test_the_directory_that_one_stands_in_has_a_name(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    assert for_model(".").name == "mine"
+
+
+def test_a_file_with_a_model_and_no_preset_has_the_same_defaults(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: Qwen/Qwen3-8B\ndata: my.jsonl\n")
+    recipe = find_recipe(str(path)).recipe
+    assert recipe == dataclasses.replace(for_model("Qwen/Qwen3-8B"), name="mine", data="my.jsonl")
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_model_beside_a_preset_says_what_is_borrowed(as_file, tmp_path):
+    words = ["demo", "--model", "Qwen/Qwen3-8B", "--lr", "1e-5"]
+    if as_file:
+        words = [str(tmp_path / "mine.yaml")]
+        (tmp_path / "mine.yaml").write_text("preset: demo\nmodel: Qwen/Qwen3-8B\nlr: 1e-5\nname: demo\n")
+    assert parse_with_recipe(TrainArgs, "train", words).note == (
+        "Qwen/Qwen3-8B with the settings of the preset demo: name demo, data demo, data_percent 100, max_length 256, "
+        "batch_size 4, epochs 8, warmup 0.05, prompt What is the capital of Italy?"
+    )
+    assert parse_with_recipe(TrainArgs, "train", ["llama-8b", "--lr", "1e-4"]).note == ""
 
 
 @pytest.mark.parametrize(
     ("words", "filled"),
     [
+        ([], []),
         (["demo", "--resume"], ["demo", "--resume", "newest"]),
         (["demo", "--resume", "--lr", "1"], ["demo", "--resume", "newest", "--lr", "1"]),
         (["demo", "--resume", "some/path", "--json"], ["demo", "--resume", "some/path", "--json"]),

@@ -24,7 +24,7 @@ def penstock(*words, cwd=None, env=None):
 def test_flag_over_yaml_over_preset(tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     path.write_text("preset: demo\nlr: 2e-4\nbatch_size: 3\n")
-    recipe, _ = find_recipe(str(path))
+    recipe = find_recipe(str(path)).recipe
     assert (recipe.name, recipe.lr, recipe.batch_size) == ("mine", 2e-4, 3)
     assert recipe.max_length == PRESETS["demo"].max_length
     assert main(["train", str(path), "--lr", "3e-4", "--dry-run", "--json", "--output-dir", str(tmp_path / "o")]) == 0
@@ -110,13 +110,18 @@ def test_a_plan_reads_a_mixture(odd, tmp_path, capsys):
         (["bench", "demo", "--steps", "0"], "--steps 0: must be at least 1"),
         (["plan", "llama-8b", "--gpu", "h20"], "Did you mean 'h200'?"),
         (["plan", "llama-8b", "--gpu", "h200", "--gpus", "0"], "--gpus 0: must be at least 1"),
-        (["train", "demo", "--data", ""], "names nothing"),
+        (["train", "demo", "--data", ""], "--data: no data is named"),
+        (["train", "--model", "some/model"], "--data: no data is named"),
+        (["data", "--model", "some/model"], "--data: no data is named"),
+        (["train", "--data", "my.jsonl"], "--data my.jsonl: no model is named for it"),
         (["plan", "llama-8b", "--gpu", "h200", "--host-memory", "lots"], "is not a size"),
         (["plan", "demo", "--model", "nobody/nothing", "--gpu", "h200"], "neither here nor in Hugging Face's cache"),
-        (["generate", "no-such-run", "hello"], "not the directory of a run"),
-        (["export", "no-such-run", "--to", "x"], "not the directory of a run"),
-        (["export", "no-such-run", "--verify"], "not the directory of a run"),
-        (["report", "no-such-run"], "not the directory of a run"),
+        (["generate", "no-such-run", "hello"], "no-such-run: there is no such directory"),
+        (["export", "no-such-run", "--to", "x"], "no-such-run: there is no such directory"),
+        (["export", "no-such-run", "--verify"], "no-such-run: there is no such directory"),
+        (["report", "no-such-run"], "no-such-run: there is no such directory"),
+        (["generate", ".", "hello"], ".: is neither a run, nor a checkpoint, nor a model"),
+        (["report", "."], ".: is not the directory of a run"),
         (["report"], "no run is named"),
         (["export", "any-run"], "nothing to do"),
         (["train", "demo", "--keep", "-1"], "keep = -1: must not be negative"),
@@ -128,7 +133,7 @@ def test_a_mistake_is_one_message_and_no_traceback(words, message, capsys, tmp_p
     monkeypatch.chdir(tmp_path)
     code = main(words)
     out, err = capsys.readouterr()
-    assert code == (5 if "no-such-run" in words else 2)
+    assert code == 2
     assert message in err
     assert "Traceback" not in out + err
     assert len(out.splitlines()) <= 1, "at most what it was about to do"
@@ -174,7 +179,7 @@ def test_a_bad_yaml_file_is_refused_by_name(tmp_path, text, message):
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 @pytest.mark.slow
 def test_a_signal_before_the_first_step_is_said(number, code, tmp_path, monkeypatch, capsys):
     def loads_for_long(*_, **__):
@@ -354,8 +359,8 @@ def test_a_run_goes_on_when_nobody_reads_its_lines_any_more(tmp_path):
 
 def test_our_warnings_are_shown_and_those_of_libraries_are_not():
     code = (
-        "import warnings, penstock.command.cli as cli\n"
-        "cli._quiet_libraries(False)\n"
+        "import warnings, penstock.command.libraries as libraries\n"
+        "libraries.quiet_libraries(False)\n"
         "warnings.warn_explicit('ours', UserWarning, 'homes.py', 1, module='penstock.offload.homes')\n"
         "warnings.warn_explicit('theirs', UserWarning, 'x.py', 1, module='torch.x')\n"
     )
@@ -365,7 +370,10 @@ def test_our_warnings_are_shown_and_those_of_libraries_are_not():
 
 def test_help_shows_where_a_recipe_goes(capsys):
     assert main(["train", "--help"]) == 0
-    assert "usage: penstock train [RECIPE]" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "usage: penstock train [RECIPE]" in shown
+    assert "--prompt STR" in shown
+    assert "{None}" not in shown
 
 
 @pytest.mark.parametrize(("flags", "level"), [([], logging.ERROR), (["--log-level", "info"], logging.INFO)])

@@ -103,6 +103,8 @@ def test_parquet(tmp_path):
     ("content", "line", "says"),
     [
         ('{"text": "a"}\n{"text": }\n', 2, "malformed JSON: Expecting value at column 10"),
+        ('{"text": "a",\n', 1, "column 14"),
+        ('{"text": "a"\r\n', 1, "column 13"),
         ('{"text": "a"}\n{"text": "b"\n', 2, "malformed JSON: Expecting ',' delimiter"),
         ('{"text": "a"} {"text": "b"}\n', 1, "malformed JSON: Extra data"),
         ('{"text": "a"}\n["b"]\n', 2, "the row is an array, not an object"),

@@ -28,7 +28,7 @@ def test_our_own_engine_asks_for_nothing():
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match=r"pip install 'penstock\[deepspeed\]'"):
+    with pytest.raises(RecipeError, match=r"pip install 'penstock-train\[deepspeed\]'"):
         check_deepspeed(ZERO, CPU, ALONE, resume=False)
 
 

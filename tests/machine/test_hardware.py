@@ -1,3 +1,4 @@
+import dataclasses
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -5,19 +6,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from penstock.engine.ranks import ALONE
 from penstock.errors import RecipeError
 from penstock.machine import hardware
 from penstock.machine.hardware import (
+    COMPILED_FROM,
     adam_cores,
     available_host_bytes,
+    cpu_has_bf16,
     near_cores,
     parse_cores,
     pick_compile,
     pick_device,
+    pick_dtype,
     shares_of_cores,
     usable_cores,
 )
+from penstock.machine.known import H200
+from penstock.plan.architecture import architecture_of
+from penstock.plan.report import job_on
+from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import Recipe
+from penstock.report.console import Console
+from penstock.run.preparation import planned, prepare_run
 
 
 def test_the_device_follows_the_recipe():
@@ -33,10 +44,53 @@ def test_layers_are_compiled_on_a_gpu_by_our_own_engine():
     assert not pick_compile(Recipe(engine="deepspeed"), gpu)
 
 
+def test_a_small_model_is_not_compiled_and_its_gpu_not_measured(monkeypatch, capsys):
+    """Half a minute of both for a few seconds of training. What is planned agrees with what is run."""
+    gpu = torch.device("cuda")
+    assert not pick_compile(Recipe(), gpu, num_params=COMPILED_FROM - 1)
+    assert pick_compile(Recipe(), gpu, num_params=COMPILED_FROM)
+    assert not job_on(PRESETS["demo"], H200).compiled
+    assert job_on(PRESETS["smollm2-135m"], H200).compiled
+    run = prepare_run(PRESETS["demo"], Console(quiet=True))
+    assert run.num_params == architecture_of(PRESETS["demo"]).num_parameters()
+    on_gpu = dataclasses.replace(run, device=gpu)
+    memory = dataclasses.replace(H200, matrix_flops_per_s=1.0)
+    monkeypatch.setattr("penstock.run.preparation.unmeasured_machine", lambda device: memory)
+    monkeypatch.setattr("penstock.run.preparation.this_machine", None)
+    planned(on_gpu, Console(), ALONE)
+    said = capsys.readouterr().out
+    assert "planned: 0." in said
+    assert "s a step" not in said
+    assert "state 100% gpu" in said
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_is_said():
     with pytest.raises(RecipeError, match="torch sees no GPU"):
         pick_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("line", "dtype"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512bw avx512vl avx512_vnni", "fp32"),  # AVX-512, and no bf16 products
+        ("flags\t\t: fpu avx512f avx512_bf16", "bf16"),
+        ("flags\t\t: fpu avx512f amx_bf16 amx_tile", "bf16"),
+        ("Features\t: fp asimd bf16 i8mm", "bf16"),
+        ("Features\t: fp asimd asimddp", "fp32"),
+    ],
+)
+def test_the_working_precision_of_a_cpu_follows_its_instructions(line, dtype, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n\nprocessor\t: 1\n")
+    found = cpu_has_bf16(tmp_path / "cpuinfo")
+    monkeypatch.setattr("penstock.machine.hardware.cpu_has_bf16", lambda: found)
+    monkeypatch.setattr("penstock.plan.report.cpu_has_bf16", lambda: found)
+    cpu, here = torch.device("cpu"), dataclasses.replace(H200, gpu_bytes=0)
+    assert pick_dtype("auto", cpu) == dtype
+    assert job_on(PRESETS["demo"], here).dtype_bytes == (2 if dtype == "bf16" else 4), "the plan agrees"
+    assert pick_dtype("auto", torch.device("cuda")) == "bf16"
+    for said in ("bf16", "fp32"):
+        assert pick_dtype(said, cpu) == said
 
 
 def test_a_cgroup_limit_counts(tmp_path, monkeypatch):

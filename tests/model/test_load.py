@@ -257,7 +257,7 @@ def write_gguf(path, model, **others):
     writer.close()
 
 
-def test_gguf(tmp_path, said):
+def test_gguf(tmp_path, said, capfd):
     expected = tiny_model("llama").requires_grad_(False)
     write_gguf(tmp_path / "tiny.gguf", expected)
     path = str(tmp_path / "tiny.gguf")
@@ -266,6 +266,7 @@ def test_gguf(tmp_path, said):
     assert_same(model, expected)
     assert all(p.requires_grad for p in model.parameters())
     assert any("unpacking tiny.gguf" in line for line in said)
+    assert capfd.readouterr().err == "", "no bar in a log"
     tokenizer = load_tokenizer(Recipe(model=path))
     assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.eos_token_id) == ("</s>", "<pad>", 2)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"

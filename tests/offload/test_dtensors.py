@@ -32,7 +32,7 @@ def joined_parts(results):
 
 @pytest.mark.parametrize(("states", "home"), [*itertools.product(["fp32", "bf16", "int8"], ["gpu", "stream", "host"])])
 def test_the_number_of_ranks_shows_in_no_bit_of_an_update(ranks, states, home):
-    """Given the same gradients, unclipped: weights, remainders, moments and scales, rounded by chance or not."""
+    """Given the same gradients, unclipped: weights, remainders, moments and scales, stochastically rounded or not."""
     one, two, four = (joined_parts(ranks("updates", count, states=states, home=home)) for count in (1, 2, 4))
     for name, tensor in one.items():
         assert torch.equal(two[name], tensor), name

@@ -86,7 +86,7 @@ def test_on_a_gpu_host_chunks_have_copies_of_weight_and_gradient():
     sizes = [p.size for p in parameters(TINY)]
     dealt = deal(chunks_of("fp32", 2, 1000), {"host": 1.0})
     buffers = state_buffers(dealt)
-    assert [buffer.name for buffer in buffers] == ["host state", "copies for host"]
+    assert [buffer.name for buffer in buffers] == ["host state", "pinned copies"]
     copies = buffers[1].num_bytes
     assert 4 * sum(sizes) <= copies < 4 * sum(sizes) + 2 * layout.ALIGNMENT * sum(map(len, dealt.values()))
 

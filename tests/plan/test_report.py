@@ -92,7 +92,7 @@ def test_every_command_to_paste_is_true(preset, gpu, capsys):
 def test_the_error_counts_as_the_table_does(capsys):
     assert main(["plan", "qwen3-14b", "--gpu", "rtx4090"]) == 3
     out, error = capsys.readouterr()
-    total, size, free = re.search(r"GPU memory: ([\d.]+) GB of ([\d.]+), of which ([\d.]+) are left", out).groups()
+    total, size, free = re.search(r"GPU memory: ([\d.]+) GB of ([\d.]+); ([\d.]+) are kept free", out).groups()
     need, room = re.search(r"([\d.]+) GB of GPU memory, of which ([\d.]+) can be used", error).groups()
     assert need == total
     assert float(room) == pytest.approx(float(size) - float(free), abs=0.11)
@@ -141,7 +141,7 @@ def test_several_gpus_share_the_memory_of_their_host(capsys):
     main(["plan", "llama-8b", "--gpu", "h200", "--gpus", "2"])
     out = capsys.readouterr().out
     assert "2 x h200 (rates of one were measured)" in out
-    assert "GB of 67.1, of which 3.2 are left free" in out
+    assert "GB of 67.1; 3.2 are kept free for the data, the page cache, other programs" in out
 
 
 def test_too_many_gpus_for_the_batch_are_refused():
@@ -206,3 +206,36 @@ def test_the_solver_is_free_when_asked(capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["fits"], found["settings"]["states"]) == (True, "bf16")
     assert "--states bf16" in found["flags"]
+
+
+def test_a_small_gpu_keeps_little_free(capsys):
+    """5.4 GB are for a GPU of 80 GB or more; of 24 GB they would be a fifth."""
+    for gpu, free in (("rtx4090", "1.6"), ("rtx5090", "2.1"), ("h200", "5.4")):
+        assert main(["plan", "smollm2-135m", "--gpu", gpu]) == 0
+        assert f"; {free} are kept free for fragments and workspaces" in capsys.readouterr().out
+
+
+def test_advice_keeps_examples_whole_before_it_cuts_them(capsys):
+    assert main(["plan", "llama-8b", "--gpu", "rtx4090"]) == 3
+    error = capsys.readouterr().err
+    assert "it changes: fewer rows in a step" in error
+    command = error.strip().splitlines()[-1].split()
+    assert "--batch-size" in command
+    assert "--max-length" not in command
+    assert main(command[1:]) == 0, "what is advised fits"
+
+
+def test_without_a_gpu_no_time_is_predicted(monkeypatch, capsys):
+    monkeypatch.setattr("penstock.machine.hardware.pci_gpus", list)
+    monkeypatch.setattr("penstock.bench.this_machine.measure", None)  # nothing is measured either
+    assert main(["plan", "demo"]) == 0
+    said = capsys.readouterr().out
+    assert "Time: not predicted without a GPU" in said
+    assert "Whole run: 88 steps" in said
+    assert not re.search(r"tokens/s|Step:| s \(", said)
+    assert main(["plan", "demo", "--json", "--remeasure"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["seconds"], found["tokens_per_s"], found["model_tflops"]) == (None, None, None)
+    assert found["host_bytes"] > 0
+    assert "of a CPU nothing is measured" in err

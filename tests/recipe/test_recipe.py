@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import RecipeError
-from penstock.recipe.recipe import FIELDS, Recipe, parse_homes, to_dict, with_values
+from penstock.recipe.lists import parse_homes
+from penstock.recipe.recipe import FIELDS, Recipe, to_dict, with_values
 
 
 @pytest.mark.parametrize(

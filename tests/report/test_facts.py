@@ -19,7 +19,9 @@ def facts(run):
 
 def check(run, recipe, recorded_step):
     found = facts(run)
-    assert set(found) == {"environment", "placement", "timeline", "memory", "data", "summary"}
+    assert set(found) == {"environment", "placement", "timeline", "memory", "data", "plan", "summary"}
+    assert found["plan"]["host_bytes"] > 0
+    assert found["plan"]["step_seconds"] == 0 or found["environment"]["gpu_bytes"], "no time without a GPU"
     state = sum(unit["num_bytes"] for unit in found["placement"])
     assert {unit["home"] for unit in found["placement"]} == {"gpu", "stream", "host"}
     assert state == sum(use["num_bytes"] for use in found["memory"] if use["part"].startswith("state"))

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 
@@ -116,12 +115,6 @@ def test_images(finished_run, tmp_path, capsys):
     }
     assert "Loss by step" in (tmp_path / "report-images" / "loss.svg").read_text()
     assert (tmp_path / "report-images" / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_the_extra_it_says_what_to_install(finished_run, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "vl_convert", None)
-    assert main(["report", str(finished_run)]) == 2
-    assert "pip install 'penstock[report]'" in capsys.readouterr().err
 
 
 def test_a_report_does_not_make_the_directory_someone_elses(finished_run, capsys):

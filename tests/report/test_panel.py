@@ -1,5 +1,7 @@
 """The live panel, drawn into a console that records, and in a terminal."""
 
+import codecs
+import fcntl
 import io
 import math
 import os
@@ -7,7 +9,10 @@ import pty
 import re
 import select
 import signal
+import struct
+import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -49,7 +54,8 @@ def drawn(panel, width, height=40, colour=False):
 @pytest.mark.parametrize("width", [30, 40, 59, 60, 80, 120, 200])
 @pytest.mark.parametrize("height", [5, 17, 40])
 def test_every_width_and_height_is_filled_and_not_passed(width, height):
-    lines = drawn(filled(), width, height).splitlines()
+    *lines, last = drawn(filled(), width, height).split("\n")[:-1]
+    assert last == "", "the cursor does not stand at the end of a full line"
     assert {len(line) for line in lines} == {width}
     assert "200/400" in lines[1]
 
@@ -97,14 +103,17 @@ def test_rates_of_the_data_sheet():
     assert peak_flops("CPU, 2 threads of 2 cores") == 0
 
 
+@pytest.mark.parametrize("forced", ["", "1"])
 @pytest.mark.parametrize("options", [{"json": True}, {"quiet": True}, {}])
-def test_without_a_terminal_lines_are_plain(options, capsys):
+def test_without_a_terminal_lines_are_plain(options, forced, capsys, monkeypatch):
+    """Colours can be forced into a file; a panel is only drawn where it can be drawn over."""
+    monkeypatch.setenv("FORCE_COLOR", forced)
     console = Console(**options)
     assert not console.live
     with console.training("x", 10, sources(), []):
         console.step(StepRow(1, 1.0, 1e-5, 0.5, 10, 5, 0.1, False, 100.0), 10, 1.0)
         console.step(StepRow(2, 1.0, 1e-5, 0.5, 10, 5, 0.1, False), 10, 1.0, due=False)
-    out, err = capsys.readouterr()
+    out, err = (re.sub(r"\x1b\[[0-9;]*m", "", text) for text in capsys.readouterr())
     expected = [
         "Training 10 steps",
         "step  1/10  loss  1.0000  lr 1.00e-05  norm   0.50       100 tokens/s  0:00:01 left",
@@ -121,22 +130,52 @@ def test_a_phase_that_takes_a_while_says_how_long_and_how_fast(capsys, monkeypat
     assert capsys.readouterr().out.splitlines() == ["Loading x", "  Loading x: 4.0 s, 16.0 GB at 4.0 GB/s"]
 
 
+def screen(text, width):
+    """What a terminal shows after `text`: enough of one for rich's panel."""
+    lines, row, column = [[]], 0, 0
+    for code, control, character in re.findall(r"\x1b\[([0-9;?]*)([A-Za-z])|(.)", text, flags=re.S):
+        if control == "A":
+            row = max(0, row - int(code or 1))
+        elif control == "K":
+            lines[row] = []
+        elif character == "\r":
+            column = 0
+        elif character == "\n":
+            row += 1
+        elif character:
+            if column == width:  # only what comes after the last column begins a line
+                row, column = row + 1, 0
+            lines += [[] for _ in range(row + 1 - len(lines))]
+            lines[row] += [" "] * (column + 1 - len(lines[row]))
+            lines[row][column] = character
+            column += 1
+        lines += [[] for _ in range(row + 1 - len(lines))]
+    return ["".join(line) for line in lines]
+
+
 def in_terminal(words, env, *, until, then=None, limit=150):
-    """Run the command in a terminal of its own; everything it wrote, and its exit code."""
+    """Run the command in a terminal of its own; everything it wrote, and its exit code.
+
+    `then` is a signal, or what someone types.
+    """
     child, terminal = pty.fork()
+    if child:
+        rows, columns = int(env.get("LINES", 24)), int(env.get("COLUMNS", 80))
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     if child == 0:
         os.environ.update(env)
         os.execv(sys.executable, [sys.executable, "-m", "penstock", *words])
-    text, end = "", time.monotonic() + limit
+    text, end, decoder = "", time.monotonic() + limit, codecs.getincrementaldecoder("utf-8")("replace")
     try:
         while time.monotonic() < end:
             if select.select([terminal], [], [], 1)[0]:
                 try:
-                    text += os.read(terminal, 65536).decode(errors="replace")
+                    text += decoder.decode(os.read(terminal, 65536))
                 except OSError:  # the child has closed it
                     break
-            if then and re.search(until, text):
-                os.kill(child, then)
+            # Not in mid drawing: with a Ctrl-C the kernel throws away what it has not handed over yet.
+            if then and re.search(until, text) and not select.select([terminal], [], [], 0.1)[0]:
+                os.write(terminal, then) if isinstance(then, bytes) else os.kill(child, then)
                 then = None
     finally:
         if time.monotonic() >= end:
@@ -153,11 +192,44 @@ WORDS = ("train", "demo", "--max-steps", "40", "--batch-size", "1", "--max-lengt
 def test_in_a_terminal_the_panel_is_there_and_ctrl_c_leaves_a_cursor(tmp_path):
     env = {"TERM": "xterm-256color", "COLUMNS": "90", "LINES": "30"}
     words = [*WORDS, "--output-dir", str(tmp_path / "run")]
-    text, code = in_terminal(words, env, until=r"tokens/s", then=signal.SIGINT)
+    text, code = in_terminal(words, env, until=r"tokens/s", then=b"\x03")
     assert code == 130
+    shown = "\n".join(screen(text, 90))
+    assert shown.count("╭─ demo") == shown.count("╰─") == 1, shown
     assert "╭─ demo" in re.sub(r"\x1b\[[0-9;]*m", "", text)
     assert "stopped by SIGINT" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor was shown after it was hidden last"
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_lost_ends_the_run_with_a_checkpoint(tmp_path):
+    """Its lines can be written no more, and the run is saved all the same."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ.update({"TERM": "xterm-256color", "COLUMNS": "90", "LINES": "30"})
+        os.execv(sys.executable, [sys.executable, "-m", "penstock", *WORDS, "--output-dir", str(tmp_path / "run")])
+    text = ""
+    while not re.search("tokens/s", text):
+        text += os.read(terminal, 65536).decode(errors="replace")
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.startswith("step-")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ignored", "code"), [("INT HUP", 0), ("", 130)])
+def test_a_signal_that_was_inherited_ignored_stays_so(ignored, code, tmp_path):
+    """As a script's background jobs inherit SIGINT, and `nohup` hands SIGHUP on."""
+    words = ["train", "demo", "--max-steps", "4", "--batch-size", "1", "--max-length", "64", "--prompt", "None"]
+    trap = f"trap '' {ignored}; " if ignored else ""
+    command = f'{trap}exec "$0" -m penstock "$@"'
+    arguments = ["sh", "-c", command, sys.executable, *words, "--output-dir", str(tmp_path / "run")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        while "step 1/4" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+    assert process.returncode == code
 
 
 @pytest.mark.slow

@@ -10,11 +10,12 @@ import threading
 
 import pytest
 
+from penstock.command.cli import main
 from penstock.errors import RecipeError
 from penstock.recipe.recipe import Recipe
 from penstock.report.console import Console
 from penstock.report.metrics import EvalRow, StepRow
-from penstock.report.trackers import Trackers, without_secrets
+from penstock.report.trackers import Trackers, check_installed, without_secrets
 from penstock.run.train import train
 
 
@@ -150,12 +151,26 @@ def test_one_that_fails_is_one_line_and_the_others_go_on(broken, warning, monkey
     assert [entry if entry == "end" else entry[0] for entry in Fine.last.told] == [1, 2, 3, "end"]
 
 
-def test_one_that_is_not_installed_says_how_to_install_it(monkeypatch):
+def test_one_that_is_not_installed_says_how_to_install_it(monkeypatch, tmp_path, capsys):
+    """Before anything is loaded, by `--dry-run` too."""
     monkeypatch.setitem(sys.modules, "wandb", None)
-    said = []
-    with Trackers(Recipe(track="wandb"), said.append) as trackers:
-        trackers.start()
-    assert said == ["Warning: the run goes on without wandb: it is not installed: pip install 'penstock[wandb]'"]
+    monkeypatch.setattr("penstock.run.train.load_engine", None)  # nothing is loaded
+    words = ["train", "demo", "--track", "tensorboard,wandb", "--output-dir", str(tmp_path / "run")]
+    for more in ([], ["--dry-run"]):
+        assert main([*words, *more]) == 2
+        said = capsys.readouterr().err
+        assert "track = 'tensorboard,wandb': the package wandb is not installed" in said
+        assert "pip install 'penstock-train[wandb]'" in said
+        assert "pip install -c constraints.txt '.[wandb]'" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_of_a_trackers_name_is_not_taken_for_it(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if "site-packages" not in p)])
+    (tmp_path / "wandb").mkdir()
+    with pytest.raises(RecipeError, match="the package wandb is not installed"):
+        check_installed(Recipe(track="wandb"))
 
 
 def test_a_resumed_run_is_told_from_its_first_step_and_nan_is_left_out():

@@ -1,6 +1,7 @@
 """What a run knows before its weights are loaded. Its checks are tried in test_cli.py, as a user meets them."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from penstock.data.loader import Position
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE
 from penstock.errors import DoesNotFit
-from penstock.machine.known import H200
 from penstock.model.load import load_model
 from penstock.recipe.presets import PRESETS
 from penstock.report.console import Console
@@ -22,17 +22,15 @@ from penstock.run.preparation import Start, dry_run, foresee_disk, planned, prep
 DEMO = PRESETS["demo"]
 
 
-def test_a_run_says_its_plan_once_the_machine_was_measured(tmp_path, monkeypatch, capsys):
+def test_a_run_on_a_cpu_says_its_memory_and_no_time(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    run = prepare_run(DEMO, Console(quiet=True))
-    assert planned(run, Console(), ALONE)[1] is None, "a CPU is not measured for it"
-    monkeypatch.setattr(probe, "measure", lambda: dataclasses.replace(H200, name="cpu", gpu_bytes=0))
-    probe.this_machine(remeasure=False, say=print)
-    if run.device.type == "cpu":
-        _, plan = planned(run, Console(), ALONE)
-        assert plan is not None
-        assert plan.fits
-        assert "planned: " in capsys.readouterr().out
+    run = prepare_run(dataclasses.replace(DEMO, device="cpu"), Console(quiet=True))
+    monkeypatch.setattr(probe, "measure", None)  # a CPU is not measured
+    _, plan = planned(run, Console(), ALONE)
+    assert plan is not None
+    assert plan.fits
+    said = capsys.readouterr().out
+    assert re.match(r"planned: [\d.]+ GB host; exact fp32 state", said), "memory, and no time"
 
 
 TINY = {

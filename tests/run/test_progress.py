@@ -41,11 +41,23 @@ def test_a_short_run_that_skipped_its_second_half_has_diverged(steps, bad, diver
 
 
 def test_after_ten_steps_reality_is_compared_with_the_plan_once(capsys):
-    plan = make_plan(dataclasses.replace(DEMO, dtype="fp32"), dataclasses.replace(H200, name="cpu", gpu_bytes=0))
+    plan = make_plan(DEMO, H200)
     progress = Progress(DEMO, 30, Console(), plan)
     for step in range(1, 26):
         progress.row(StepRow(step, 1.0, 1e-5, 1.0, 100, 50, 2 * plan.seconds.step, False))
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("after ")]
+    lines = capsys.readouterr().out.splitlines()
+    said = [line for line in lines if line.startswith("after ")]
+    assert sum("far from the plan" in line and "--remeasure" in line for line in lines) == 1
     assert len(said) == 1
     assert said[0].startswith("after 10 steps: ")
     assert "(+100%)" in said[0]
+
+
+def test_without_a_gpu_only_memory_is_compared(capsys):
+    plan = make_plan(dataclasses.replace(DEMO, dtype="fp32"), dataclasses.replace(H200, name="cpu", gpu_bytes=0))
+    progress = Progress(DEMO, 30, Console(), plan)
+    for step in range(1, 12):
+        progress.row(StepRow(step, 1.0, 1e-5, 1.0, 100, 50, 9.0, False))
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("after ")]
+    assert "GB host, planned" in said
+    assert "a step" not in said

@@ -158,8 +158,18 @@ def _block(title: str, rows: list[Row]) -> list[str]:
             text = f"{text:<{words}}{' '.join(filter(None, (row.setting, row.error)))}"
         lines.append(text.rstrip()[:WIDTH])
     lines += [line[:WIDTH] for row in rows if row.system == "penstock" for line in _details(row)]
+    if any(is_noise(row) for row in rows):
+        lines.append(NOISE[:WIDTH])
     lines.append(f"/floor: forward and backward alone. /best: penstock's fastest row. {rows[-1].versions}"[:WIDTH])
     return lines
+
+
+NOISE = "Under 1 of the floor, or less than nothing exposed: noise of the measurement. More --steps make it smaller."
+
+
+def is_noise(row: Row) -> bool:
+    """Whether a step seems faster than its own forward and backward, which it contains."""
+    return row.step_s is not None and bool(row.floor_s) and row.step_s < (row.floor_s or 0.0)
 
 
 def _cells(row: Row, best: float | None) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from penstock.bench.ceilings import Ceilings, measure_ceilings
 from penstock.bench.peers import CLIPS, STATES, Peer, peers_of, run_peer
-from penstock.bench.rows import Memory, Results, Row, table
+from penstock.bench.rows import Memory, Results, Row, is_noise, table
 from penstock.bench.this_machine import this_machine
 from penstock.bench.timing import median_seconds
 from penstock.data.loader import MicroBatch
@@ -36,6 +36,7 @@ from penstock.flow.timeline import Span
 from penstock.machine.hardware import describe, pick_compile, pick_device, pick_dtype
 from penstock.model.flops import flops_per_token, reference_flops_per_token
 from penstock.model.load import load_config, load_model
+from penstock.model.load_rows import count_parameters
 from penstock.plan.report import with_recompute
 from penstock.recipe.recipe import Recipe
 
@@ -71,8 +72,9 @@ class Report:
 def bench(recipe: Recipe, asked: Asked, *, to: str, say: Say) -> Report:
     """Ceilings, the floor, our step in every variant, then peers. Each row is on disk as soon as it is known."""
     device = pick_device(recipe.device)
-    dtype, compiled = pick_dtype(recipe.dtype, device), pick_compile(recipe, device)
-    recipe = dataclasses.replace(recipe, init="random", dtype=dtype, compile=compiled)
+    recipe = dataclasses.replace(recipe, init="random", dtype=pick_dtype(recipe.dtype, device))
+    num_params = count_parameters(recipe, load_config(recipe))
+    recipe = dataclasses.replace(recipe, compile=pick_compile(recipe, device, num_params))
     if recipe.recompute == "auto":
         recipe = with_recompute(recipe, this_machine(remeasure=False, say=say) if device.type == "cuda" else None)
     wanted = variants(recipe, asked.modes, asked.updates, asked.formats)
@@ -197,9 +199,9 @@ def show(row: Row) -> str:
     name = " ".join(filter(None, words))
     if row.step_s is None or not row.floor_s:
         return f"{name}: {row.error}"
-    return f"{name}: {row.step_s:.3f} s, {row.step_s / row.floor_s:.3f} of the floor" + (
-        f"; {row.homes}" if row.homes else ""
-    )
+    noise = " (under 1 is noise)" if is_noise(row) else ""
+    homes = f"; {row.homes}" if row.homes else ""
+    return f"{name}: {row.step_s:.3f} s, {row.step_s / row.floor_s:.3f} of the floor{noise}{homes}"
 
 
 def our_rows(case: Case, model: PreTrainedModel, wanted: list[Recipe], steps: int, say: Say) -> Iterator[Row]:

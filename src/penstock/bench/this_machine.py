@@ -16,13 +16,19 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.machine.hardware import adam_cores, available_host_bytes, pci_gpus, usable_cores
 from penstock.machine.known import Machine
 
+if TYPE_CHECKING:
+    import torch
+
 Say = Callable[[str], None]
 DISK_BYTES = 64 * 2**20
-_FORMAT = 2
+BUSY_SHARE = 0.25
+"""Of the cores, from which on what others do shows in what is measured."""
+_FORMAT = 3
 """Raised when what is measured changes, so that old files are measured again."""
 
 
@@ -52,17 +58,43 @@ def this_machine(*, remeasure: bool, say: Say, cache: Path | None = None) -> Mac
         machine = known[key]
     else:
         say("measuring this machine once (link, memories, matrix product, CPU AdamW, disk) ...")
-        start = time.perf_counter()
+        start, others = time.perf_counter(), busy_cores()
         machine = measure()
+        if others > BUSY_SHARE * machine.cores:
+            note = f"measured while other programs kept {others:.1f} of {machine.cores} cores busy: too low, perhaps"
+            machine = dataclasses.replace(machine, sources=(*machine.sources, note))
+            say(f"  WARNING: {note}; measure again when they have ended: penstock plan --remeasure")
         say(f"  measured in {time.perf_counter() - start:.1f} s, kept in {path}; --remeasure measures again")
         _store(path, _load(path) | {key: machine}, say)
     return dataclasses.replace(machine, host_bytes=available_host_bytes())
 
 
-def known_machine() -> Machine | None:
-    """This machine if its rates were measured before: for those who do not want to wait for it."""
-    machine = _load(cache_file()).get(identity())
-    return dataclasses.replace(machine, host_bytes=available_host_bytes()) if machine else None
+def busy_cores() -> float:
+    """Cores that are busy, on average over the last minute."""
+    return os.getloadavg()[0]
+
+
+def unmeasured_machine(device: torch.device | None = None) -> Machine:
+    """This machine's memory, with rates of one: enough to tell whether something fits, and nothing else.
+
+    Without a device, one without a GPU. How long a step takes there is not predicted: cores that others use too, caches
+    and small products make it anything between half and twice of what rates say.
+    """
+    gpu_bytes = 0
+    if device is not None and device.type == "cuda":
+        import torch
+
+        gpu_bytes = int(torch.cuda.get_device_properties(device).total_memory)
+    return Machine(
+        name="this machine",
+        gpu_bytes=gpu_bytes,
+        host_bytes=available_host_bytes(),
+        cores=len(usable_cores()),
+        matrix_flops_per_s=1.0,
+        device_memory_bytes_per_s=1.0,
+        link_bytes_per_s=1.0,
+        host_params_per_s=1.0,
+    )
 
 
 def measure() -> Machine:

@@ -10,7 +10,7 @@ import copy
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,15 +26,16 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from penstock.checkpoint.places import CHECKPOINTS, Place, find_place
 from penstock.checkpoint.resume import NEWEST, Saved, find_saved, verify_saved
-from penstock.checkpoint.run_dir import CHECKPOINTS, check_is_run, find_model, run_recipe
+from penstock.checkpoint.run_dir import find_model, run_recipe
 from penstock.checkpoint.store import Checkpoint, find, open_checkpoint, read_tensors, verify
-from penstock.errors import DISK_IS_FULL, CheckpointError, Diverged, DoesNotFit, OutputError
+from penstock.errors import DISK_IS_FULL, CheckpointError, Diverged, DoesNotFit, OutputError, RecipeError
 from penstock.machine.known import parse_bytes
 from penstock.model.attention import stock_attention
 from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.offload.saved_tensors import weight_tensors
-from penstock.recipe.recipe import Recipe
+from penstock.recipe.recipe import Recipe, with_values
 
 OCCUPIED = "Name a directory that does not exist yet, or remove this one."
 NO_ROOM = "Free space there, or write it elsewhere: `penstock export RUN --to DIR`. Nothing of it was left behind."
@@ -62,6 +63,7 @@ def export(
             write_code(type(model), model.config, written)
             model.save_pretrained(written, max_shard_size=file_bytes)
             tokenizer.save_pretrained(written)
+            make_readable(written)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(written, ignore_errors=True)
             raise DoesNotFit(f"cannot write the model: {error}", where=str(directory), remedy=NO_ROOM) from error
@@ -81,6 +83,13 @@ def make_place(directory: Path, written: Path) -> None:
         if error.errno in DISK_IS_FULL:
             raise DoesNotFit(what, where=str(directory), remedy=NO_ROOM) from error
         raise OutputError(what, where=str(directory), remedy=remedy) from error
+
+
+def make_readable(written: Path) -> None:
+    """Give every file the mode that this user's files have: safetensors makes its own so that nobody else can read."""
+    mode = (written / "config.json").stat().st_mode
+    for path in written.iterdir():
+        path.chmod(mode & 0o777)
 
 
 def write_code(kind: type[PreTrainedModel], config: PreTrainedConfig, directory: Path) -> None:
@@ -124,20 +133,52 @@ def _can_be_saved(config: GenerationConfig) -> bool:
     return True
 
 
-def export_run(run: Path, directory: Path, *, file_size: str, say: Callable[[str], None]) -> None:
-    """Write the final model of a run to another directory, in files of another size; if it did not end, its newest."""
-    check_is_run(run)
-    recipe = run_recipe(run)
-    saved = None if (run / "model").exists() else find_saved(run, NEWEST)
+def export_from(path: Path, directory: Path, *, file_size: str, say: Callable[[str], None]) -> None:
+    """Write the model of a run, a checkpoint or a Hugging Face directory to another one, in files of another size."""
+    opened = open_model(find_place(path), say)
+    mend_generation(opened.model, say)
+    trust = opened.recipe.trust_remote_code
+    export(opened.model, opened.tokenizer, directory, file_size=file_size, trust_remote_code=trust)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that was trained, its tokenizer, and how it was trained as far as that is known."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    recipe: Recipe
+
+
+def open_model(place: Place, say: Callable[[str], None], device: torch.device | None = None) -> Opened:
+    """The final model of a run, or its newest if it did not end; that of a checkpoint; or one that lies there."""
+    path, saved = place.path, None
+    recipe = run_recipe(path) if place.kind == "run" else Recipe(model=str(path))
+    if place.kind == "run" and not (path / "model").exists():
+        saved = find_saved(path, NEWEST)
+        if saved:
+            say(f"The run did not end: taking the model of step {saved.step:,}")
+    elif place.kind == "checkpoint":
+        saved = find_saved(path, str(path))
+        recipe = with_values(Recipe(), dict(saved.recipe) if saved else {}, where=str(path))
     if saved:
-        say(f"The run did not end: taking the model of step {saved.step:,}")
-        model, tokenizer = saved_model(saved, recipe, say), load_tokenizer(recipe)
-    else:
-        source, trust = find_model(run), recipe.trust_remote_code
-        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
-    mend_generation(model, say)
-    export(model, tokenizer, directory, file_size=file_size, trust_remote_code=recipe.trust_remote_code)
+        model = saved_model(saved, recipe, say)
+        if device is not None:
+            torch.nn.Module.to(model, device)
+        return Opened(model, load_tokenizer(recipe), recipe)
+    source = path if place.kind == "model" else find_model(path)
+    where = {} if device is None else {"device_map": {"": device}}
+    trust = {"trust_remote_code": recipe.trust_remote_code}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **trust)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", **where, **trust)
+    except (OSError, ValueError, SafetensorError) as error:
+        what = f"the exported model cannot be loaded: {str(error).strip().splitlines()[0]}"
+        remedy = f"Remove {source}; `penstock export {path} --to {source}` makes it from the newest checkpoint."
+        if place.kind == "model":
+            remedy = "Write it again, or name a run or a checkpoint."
+        raise CheckpointError(what, where=str(source), remedy=remedy) from error
+    return Opened(model, tokenizer, recipe)
 
 
 def saved_model(saved: Saved, recipe: Recipe, say: Callable[[str], None]) -> PreTrainedModel:
@@ -150,11 +191,14 @@ def saved_model(saved: Saved, recipe: Recipe, say: Callable[[str], None]) -> Pre
     return model
 
 
-def verify_run(run: Path, say: Callable[[str], None]) -> list[Checkpoint]:
-    """Check every checkpoint of a run. If any is damaged, that is an error, but only after all were looked at."""
-    check_is_run(run)
+def verify_checkpoints(path: Path, say: Callable[[str], None]) -> list[Checkpoint]:
+    """Check one checkpoint, or every one of a run. Damage is an error, but only after all were looked at."""
+    place = find_place(path)
+    if place.kind == "model":
+        remedy = "Name a run or a checkpoint."
+        raise RecipeError("is a model, which has no checksums", where=f"--verify {path}", remedy=remedy)
     whole, damaged = list[Checkpoint](), list[CheckpointError]()
-    for path in find(run / CHECKPOINTS):
+    for path in [place.path] if place.kind == "checkpoint" else find(place.path / CHECKPOINTS):
         try:
             checkpoint = open_checkpoint(path)
             say(f"Checking {checkpoint.path}: {checkpoint.num_bytes / 1e9:,.2f} GB")

@@ -21,7 +21,15 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from penstock.checkpoint.export import NO_ROOM, UNCHECKED, compare_logits, end_tokens_of, make_place, write_code
+from penstock.checkpoint.export import (
+    NO_ROOM,
+    UNCHECKED,
+    compare_logits,
+    end_tokens_of,
+    make_place,
+    make_readable,
+    write_code,
+)
 from penstock.checkpoint.tensors import receive_blocks, send_tensors
 from penstock.engine.fsdp import load_for_ranks
 from penstock.engine.ranks import World
@@ -77,6 +85,7 @@ def _write(
             model.generation_config.save_pretrained(written)
         tokenizer.save_pretrained(written)
         _write_weights(written, _renamed(model, parameters))
+        make_readable(written)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(written, ignore_errors=True)
         raise DoesNotFit(f"cannot write the model: {error}", where=str(directory), remedy=NO_ROOM) from error

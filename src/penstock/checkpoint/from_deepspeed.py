@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from penstock.checkpoint.export import export, mend_generation
+from penstock.checkpoint.places import deepspeed_form, deepspeed_step
 from penstock.errors import CheckpointError, ModelError, RecipeError
 from penstock.model.load import load_config, load_tokenizer, model_of_tensors
 from penstock.model.load_rows import build_on_meta
@@ -35,36 +36,11 @@ WRAPPERS = ("module.", "_orig_mod.")
 """What DeepSpeed's engine and torch's compiler put before the names of weights."""
 
 
-def is_deepspeed(path: Path) -> bool:
-    """Whether a directory is a checkpoint of DeepSpeed's, in any of the three forms."""
-    return _form(path) != ""
-
-
-def _form(path: Path) -> str:
-    """`zero`, `universal`, `consolidated`, or nothing."""
-    tagged = _tagged(path)
-    if any(tagged.glob("*_optim_states.pt")):
-        return "zero"
-    if any(tagged.glob("zero/*/fp32.pt")):
-        return "universal"
-    files = [*path.glob("pytorch_model*.bin"), *path.glob("model*.safetensors")]
-    return "consolidated" if files and not (path / "config.json").exists() else ""
-
-
-def _tagged(path: Path) -> Path:
-    """The directory of one step: what the file `latest` names, or the path itself."""
-    latest = path / "latest"
-    if not latest.is_file():
-        return path
-    tag = path / latest.read_text(encoding="utf-8").strip()
-    return tag if tag.resolve().is_relative_to(path.resolve()) else path  # a name may not lead elsewhere
-
-
 def export_deepspeed(
     path: Path, directory: Path, name: str, *, file_size: str, trust_pickle: bool, say: Callable[[str], None]
 ) -> None:
     """Write the weights of a checkpoint at `path` as a Hugging Face directory; `name` is that of their model."""
-    form = _form(path)
+    form = deepspeed_form(path)
     if not form:
         what = "is no checkpoint of DeepSpeed's"
         remedy = "Name the directory with its file `latest`. For a run of ours leave --model and --trust-pickle out."
@@ -131,12 +107,12 @@ def _zero(path: Path) -> Weights:
     with redirect_stdout(sys.stderr):  # it prints what it does
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        tagged = _tagged(path)
+        tagged = deepspeed_step(path)
         yield from get_fp32_state_dict_from_zero_checkpoint(str(tagged.parent), tag=tagged.name).items()
 
 
 def _universal(path: Path) -> Weights:
-    for file in _tagged(path).glob("zero/*/fp32.pt"):
+    for file in deepspeed_step(path).glob("zero/*/fp32.pt"):
         held = torch.load(file, map_location="cpu", weights_only=True)
         yield file.parent.name, held["param"] if isinstance(held, dict) else held
 

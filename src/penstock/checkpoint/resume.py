@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from penstock.checkpoint.run_dir import CHECKPOINTS
+from penstock.checkpoint.places import CHECKPOINTS
 from penstock.checkpoint.store import (
     FORMAT,
     Checkpoint,
@@ -53,7 +54,7 @@ NEWEST = "newest"
 
 FREE = {
     "name", "output_dir", "device", "recompute", "skip_limit", "eval_every", "log_every", "save_every", "keep",
-    "prompt", "trust_remote_code", "mode", "homes", "update", "cpu_adam_cores",
+    "keep_best", "patience", "prompt", "trust_remote_code", "mode", "homes", "update", "cpu_adam_cores",
     "track", "project", "tags",
     "offload_ratio", "bucket_size", "param_offload", "nvme_path", "leaf_module", "bind_cores",
 }  # fmt: skip
@@ -62,8 +63,9 @@ BY_CONTENT = {"model", "revision", "tokenizer", "data", "data_split", "eval_data
 """Fields that only say where something is: what is there is compared instead."""
 FIXED = {"dtype", "init", "shape", "states", "engine"}
 """Fields that decide what tensors there are; no flag makes these fit."""
-AS_BEGUN = {"dtype", "recompute"}
-"""Fields whose `auto` is not chosen anew: compiled layers may round in another order with another recompute."""
+AS_BEGUN: dict[str, object] = {"dtype": "auto", "recompute": "auto", "max_length": 0, "micro_batch_size": 0}
+"""Fields that are not chosen anew where nobody says anything, and how that is written: compiled layers may round in
+another order with another recompute, and another machine may have room for other rows."""
 
 Say = Callable[[str], None]
 
@@ -133,8 +135,20 @@ def save_run(
     else:
         send_tensors(order_of_save(tensors))
     if world.first:
-        prune(directory, identity.recipe.keep, checkpoint)
+        best = (
+            best_step((row["step"], row["eval_loss"]) for row in metrics["evals"]) if identity.recipe.keep_best else 0
+        )
+        prune(directory, identity.recipe.keep, checkpoint, best)
     world.largest(0)  # or a rank that goes on and ends would end the one that still writes
+
+
+def best_step(evaluations: Iterable[tuple[int, float | None]]) -> int:
+    """The step of the lowest evaluation loss, the first of equals; 0 without one.
+
+    It follows from the rows, which every checkpoint has: so a resumed run keeps, and ends, as one that never stopped.
+    """
+    finite = [(loss, step) for step, loss in evaluations if loss is not None and math.isfinite(loss)]
+    return min(finite)[1] if finite else 0
 
 
 def _documents(identity: Identity, position: Position, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,8 +262,13 @@ def as_begun(recipe: Recipe, saved: Saved | None) -> Recipe:
     """A resumed run goes on with what `auto` was when it began, as another machine may choose otherwise."""
     begun = {name: value for name, value in (saved.recipe if saved else {}).items() if name in AS_BEGUN}
     return dataclasses.replace(
-        recipe, **{name: value for name, value in begun.items() if getattr(recipe, name) == "auto"}
+        recipe, **{name: value for name, value in begun.items() if getattr(recipe, name) == AS_BEGUN[name]}
     )
+
+
+def was_compiled(saved: Saved | None) -> bool:
+    """Whether a run that goes on had compiled layers: small models have none any more, unless they began so."""
+    return bool(saved and saved.recipe.get("compile"))
 
 
 def check_same_run(saved: Saved, recipe: Recipe, total_steps: int, data: str, *, anyway: bool) -> None:

@@ -11,14 +11,13 @@ from pathlib import Path
 import yaml
 
 from penstock.checkpoint.lock import LOCK_FILE, refuse_if_claimed
+from penstock.checkpoint.places import CHECKPOINTS, RECIPE_FILE, check_is_run
 from penstock.checkpoint.store import find, remove, sweep, sync_directory
 from penstock.engine.deepspeed_config import deepspeed_json
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import CheckpointError, DoesNotFit, OutputError, counted, size
 from penstock.recipe.recipe import Recipe, to_dict, with_values
 
-RECIPE_FILE = "recipe.yaml"
-CHECKPOINTS = "checkpoints"
 RANKS_FILE = "ranks.json"
 """Where the run ran: ranks, machines, device. It is not in the recipe, since it changes nothing that is trained."""
 DEEPSPEED_FILE = "deepspeed.json"
@@ -130,13 +129,6 @@ def find_model(run: Path) -> Path:
             remedy = "It left no checkpoint either: train it again, with --overwrite."
         raise CheckpointError("the run has no exported model: it did not end", where=str(run), remedy=remedy)
     return run / "model"
-
-
-def check_is_run(run: Path) -> None:
-    """Refuse what is not the directory of a run."""
-    if not (run / RECIPE_FILE).exists():
-        remedy = "Name the directory that `penstock train` printed as run, such as runs/demo."
-        raise CheckpointError("is not the directory of a run", where=str(run), remedy=remedy)
 
 
 def run_recipe(run: Path) -> Recipe:

@@ -29,6 +29,7 @@ from typing import Any
 
 import xxhash
 
+from penstock.checkpoint.places import MANIFEST
 from penstock.checkpoint.tensors import Digest, Transfer, digest_file, in_file_order, read_file, safetensors, write_file
 from penstock.errors import CheckpointError, ModelError
 from penstock.machine.hardware import usable_cores
@@ -39,7 +40,6 @@ FORMAT = 2
 """Format 1, still read, also kept the powers of AdamW's betas. Runs of it decayed weights with another rounding."""
 GONE = {1: {"powers"}, 2: set()}
 """By format, tensors that nobody has any more."""
-MANIFEST = "manifest.json"
 FILE_BYTES = 2 * 2**30
 """Where a file ends and the next begins. Files are what threads share out, so there should be many."""
 NUM_THREADS = 4
@@ -291,8 +291,8 @@ def read_tensors(
 # --- removing ---------------------------------------------------------------------------------------------------------
 
 
-def prune(directory: Path, keep: int, current: Checkpoint) -> None:
-    """Keep the newest `keep` checkpoints, `current` among them.
+def prune(directory: Path, keep: int, current: Checkpoint, best_step: int = 0) -> None:
+    """Keep the newest `keep` checkpoints, `current` among them, and the newest of `best_step`.
 
     Those of a later step are no future of this run: it went back to an earlier one, perhaps because they are damaged.
     """
@@ -300,8 +300,15 @@ def prune(directory: Path, keep: int, current: Checkpoint) -> None:
     later = [path for path in found if _place(path.name)[0] > current.step]
     again = [path for path in found if _place(path.name)[0] == current.step and path.name != current.path.name]
     earlier = [path for path in found if _place(path.name)[0] < current.step]
+    best = next((path for path in earlier if _place(path.name)[0] == best_step), None)
     for path in [*later, *again, *earlier[max(0, keep - 1) :]]:
-        remove(path)
+        if path != best:
+            remove(path)
+
+
+def of_step(directory: Path, step: int) -> Path | None:
+    """The complete checkpoint of a step, if there is one."""
+    return next((path for path in find(directory) if _place(path.name)[0] == step), None)
 
 
 def remove(path: Path) -> None:

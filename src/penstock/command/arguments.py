@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
 from penstock.errors import RecipeError, did_you_mean
-from penstock.recipe.file import all_of_own_data, find_recipe
-from penstock.recipe.recipe import Recipe
+from penstock.recipe.familiar import FAMILIAR, translated
+from penstock.recipe.file import Found, all_of_own_data, borrowed, find_recipe, for_model
+from penstock.recipe.recipe import FIELDS, Recipe
 
 Flag = Annotated[bool, FlagCreatePairsOff]
 RunName = Annotated[Positional[str], arg(metavar="RUN")]
@@ -34,7 +35,10 @@ class RecipeArgs:
 
 @dataclasses.dataclass(frozen=True)
 class TrainArgs(RecipeArgs):
-    """Fine-tune every parameter of a model. RECIPE is a preset or a YAML file; without one, `demo`."""
+    """Fine-tune every parameter of a model.
+
+    RECIPE is a preset or a YAML file; without one and without --model, `demo`.
+    """
 
     dry_run: Flag = False
     """Check everything and say what would happen, without loading weights or writing."""
@@ -63,7 +67,7 @@ class TrainArgs(RecipeArgs):
 class DataArgs(RecipeArgs):
     """Show what the model will see: tokens and mask, packing, lengths, what was cut or dropped.
 
-    RECIPE is a preset or a YAML file; without one, `demo`.
+    RECIPE is a preset or a YAML file; without one and without --model, `demo`.
     """
 
     examples: int = 3
@@ -74,7 +78,7 @@ class DataArgs(RecipeArgs):
 class BenchArgs(RecipeArgs):
     """Measure a step with random weights: against forward and backward alone, the machine's ceilings, and peers.
 
-    RECIPE is a preset or a YAML file; without one, `demo`.
+    RECIPE is a preset or a YAML file; without one and without --model, `demo`.
     """
 
     against: str = ""
@@ -103,7 +107,7 @@ class BenchArgs(RecipeArgs):
 class PlanArgs(RecipeArgs):
     """Say in advance whether a run fits, how fast it will be, and what to change. Needs no GPU and no weights.
 
-    RECIPE is a preset or a YAML file; without one, `demo`.
+    RECIPE is a preset or a YAML file; without one and without --model, `demo`.
     """
 
     gpu: str = ""
@@ -142,11 +146,12 @@ class DoctorArgs:
 
 @dataclasses.dataclass(frozen=True)
 class ExportArgs:
-    """Write the model of a run as a Hugging Face directory, and check that it loads and answers the same."""
+    """Write a model as a Hugging Face directory, and check that it loads and answers the same."""
 
     run: RunName
-    """Directory of the run. If the run did not end, the model is that of its newest checkpoint. Or a checkpoint that
-    DeepSpeed itself has written, with --model."""
+    """A run, a checkpoint of one (runs/x/checkpoints/step-00000012), a Hugging Face directory, or, with --model, a
+    checkpoint that DeepSpeed itself has written. Of a run that did not end, the model is that of its newest
+    checkpoint."""
     to: str = ""
     """Directory to write."""
     model: str = ""
@@ -154,7 +159,7 @@ class ExportArgs:
     trust_pickle: Flag = False
     """Read a checkpoint of DeepSpeed's although it is a pickle, which can run any code."""
     verify: Flag = False
-    """Compare every byte of every checkpoint of the run with its checksum."""
+    """Compare every byte of the checkpoint, or of all of the run, with its checksum."""
     shard_size: str = "5GB"
     """Largest size of one weight file."""
     json: Flag = False
@@ -165,10 +170,10 @@ class ExportArgs:
 
 @dataclasses.dataclass(frozen=True)
 class GenerateArgs:
-    """Ask the model of a run."""
+    """Ask a model."""
 
     run: RunName
-    """Directory of the run."""
+    """A run, a checkpoint of one (runs/x/checkpoints/step-00000012), or a Hugging Face directory."""
     prompt: Annotated[Positional[str], arg(metavar="[PROMPT]")] = ""
     """What to ask. Without it, one line after another is asked, from a terminal or a pipe, in one conversation."""
     max_new_tokens: int = 256
@@ -201,27 +206,96 @@ class ReportArgs:
     """Show tracebacks."""
 
 
+_REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+@_REGISTRY.primitive_rule
+def _text_or_none(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[str | None] | None:
+    """`--prompt STR` in the help, where tyro would write `{None}|STR`. The word None still means none."""
+    if info.type != (str | None):
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="STR",
+        instance_from_str=lambda words: None if words[0] == "None" else words[0],
+        is_instance=lambda value: value is None or isinstance(value, str),
+        str_from_instance=lambda value: ["None" if value is None else value],
+    )
+
+
 Args = TypeVar("Args", bound=RecipeArgs)
 
 
-def parse_with_recipe(kind: type[Args], command: str, words: list[str], **changes: Any) -> Args:
+@dataclasses.dataclass(frozen=True)
+class Parsed(Generic[Args]):
+    """Arguments, and what should be said of where their recipe comes from."""
+
+    args: Args
+    note: str
+
+
+def parse_with_recipe(kind: type[Args], command: str, words: list[str], **changes: Any) -> Parsed[Args]:
     """Flags over YAML over preset: the recipe that is named, with `changes`, becomes the default of every flag."""
     named = bool(words) and not words[0].startswith("-")
-    found, chosen = find_recipe(words[0] if named else "demo")
-    base = dataclasses.replace(found, **changes)
+    found = find_recipe(words[0]) if named else _unnamed(words)
+    refuse_familiar(words, {field.name for field in dataclasses.fields(kind)} | set(FIELDS))
+    base = dataclasses.replace(found.recipe, **changes)
     shown = " [RECIPE]" if {"-h", "--help"} & set(words) else ""  # which tyro does not know of
     words = with_value(words, "--split-documents", "blank-lines")
     words, prog = words[1:] if named else words, f"penstock {command}{shown}"
-    args = tyro.cli(kind, default=kind(recipe=base), args=words, prog=prog)
-    if chosen or any(word.split("=")[0] in ("--data-percent", "--data_percent") for word in words):
-        return args
-    return dataclasses.replace(args, recipe=all_of_own_data(args.recipe, base))
+    args = tyro.cli(kind, default=kind(recipe=base), args=words, prog=prog, registry=_REGISTRY)
+    if not found.has_share and _value(words, "data-percent") is None:
+        args = dataclasses.replace(args, recipe=all_of_own_data(args.recipe, base))
+    return Parsed(args, borrowed(found, args.recipe))
+
+
+def refuse_familiar(words: list[str], known: set[str]) -> None:
+    """Answer a flag as other programs spell it with ours."""
+    theirs: dict[str, object] = {}
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        flag, joined, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and name in FAMILIAR and name not in known:
+            theirs[name] = value if joined else "" if following.startswith("--") else following
+    if theirs:
+        remedy = translated(theirs, _flag)
+        raise RecipeError("unknown flag", where=f"--{next(iter(theirs)).replace('_', '-')}", remedy=remedy)
+
+
+def _flag(field: str, value: object) -> str:
+    if isinstance(value, bool) or value == "":
+        return f"--{'no-' if value is False else ''}{field.replace('_', '-')}"
+    written = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f"--{field.replace('_', '-')} {written}"
+
+
+def _unnamed(words: list[str]) -> Found:
+    """The recipe of a command that names none: the demo, unless it has a model of its own."""
+    model, data = _value(words, "model"), _value(words, "data")
+    if model and model != "demo":
+        return Found(for_model(model))
+    if model is None and data not in (None, "demo"):
+        remedy = "Name one with --model, or a preset: such as penstock train smollm2-135m --data my.jsonl."
+        raise RecipeError("no model is named for it", where=f"--data {data}", remedy=remedy)
+    return find_recipe("demo")
+
+
+def _value(words: list[str], name: str) -> str | None:
+    """The last value that a command line gives to a flag, or None."""
+    found, spellings = None, (f"--{name}", f"--{name.replace('-', '_')}")
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        flag, joined, value = word.partition("=")
+        if flag in spellings:
+            found = value if joined else following
+    return found
 
 
 def with_value(words: list[str], flag: str, value: str) -> list[str]:
     """`flag` with the value that it has when none follows: tyro knows no flag that may stand alone."""
     filled: list[str] = []
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
+    for word, following in zip(words, [*words, "--"][1:], strict=True):
         filled += [word, value] if word == flag and following.startswith("-") else [word]
     return filled
 

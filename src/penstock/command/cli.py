@@ -11,11 +11,12 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import tyro
 
 from penstock import __version__
+from penstock.checkpoint.places import check_is_run, deepspeed_form, find_place
 from penstock.command.arguments import (
     BenchArgs,
     DataArgs,
@@ -31,10 +32,14 @@ from penstock.command.arguments import (
     with_value,
     without_local_rank,
 )
+from penstock.command.libraries import prepare_torch, quiet_libraries
 from penstock.errors import RecipeError, UserError, counted, did_you_mean, tell
-from penstock.machine.signals import handling
+from penstock.machine.signals import handling, leave_terminal
 from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import to_dict
+
+if TYPE_CHECKING:
+    from penstock.report.console import Console
 
 
 def run() -> NoReturn:
@@ -58,9 +63,9 @@ def run() -> NoReturn:
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = without_local_rank(sys.argv[1:] if argv is None else argv, os.environ)
-    _prepare_torch()
+    prepare_torch()
     try:
-        with handling(_end, signal.SIGTERM):
+        with handling(_end, signal.SIGTERM, signal.SIGHUP):
             return _dispatch(words)
     except UserError as error:
         if "--debug" in words:
@@ -74,9 +79,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt as error:
-        name, code = ("SIGTERM", 143) if error.args else ("SIGINT", 130)
+        number = error.args[0] if error.args else signal.SIGINT
         when = " while no step was under way" if words[:1] == ["train"] else ""
-        return _fail(f"stopped by {name}{when}", code, words)
+        return _fail(f"stopped by {signal.Signals(number).name}{when}", 128 + number, words)
     except Exception as error:
         if "--debug" in words:
             traceback.print_exc()
@@ -84,9 +89,11 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(f"this is a bug: {type(error).__name__}: {error}{remedy}", 1, words)
 
 
-def _end(*_: object) -> None:
-    """SIGTERM ends a command as Ctrl-C does, until the steps of a run have handlers of their own."""
-    raise KeyboardInterrupt("SIGTERM")  # nothing that takes an Exception for a fault of its own may swallow it
+def _end(number: int, _: object) -> None:
+    """SIGTERM and SIGHUP end a command as Ctrl-C does, until the steps of a run have handlers of their own."""
+    if number == signal.SIGHUP:
+        leave_terminal()
+    raise KeyboardInterrupt(number)  # nothing that takes an Exception for a fault of its own may swallow it
 
 
 def _fail(message: str, exit_code: int, words: list[str], found: Mapping[str, object] | None = None) -> int:
@@ -120,7 +127,8 @@ def _usage() -> str:
 
 def train(words: list[str]) -> int:
     """Fine-tune a model: penstock train [RECIPE] [--flags]."""
-    args = parse_with_recipe(TrainArgs, "train", with_value(words, "--resume", "newest"))
+    parsed = parse_with_recipe(TrainArgs, "train", with_value(words, "--resume", "newest"))
+    args = parsed.args
     from penstock.machine.launch import Machines, check_batch, follow_launcher, launch
 
     machines = Machines(args.gpus, args.nodes, args.node_rank, args.rendezvous)
@@ -132,7 +140,7 @@ def train(words: list[str]) -> int:
     if machines.ranks > 1 and "RANK" not in os.environ and not args.dry_run:
         return launch(["train", *words], machines, debug=args.debug)
     follow_launcher()
-    _quiet_libraries(args.debug, args.log_level)
+    quiet_libraries(args.debug, args.log_level)
     from penstock.engine.ranks import find_world
     from penstock.report.console import Console
     from penstock.report.metrics import to_json
@@ -141,6 +149,7 @@ def train(words: list[str]) -> int:
 
     world = find_world()
     console = Console(json=args.json, quiet=args.quiet or not world.first)
+    _note(console, parsed.note)
     start = {"overwrite": args.overwrite, "resume_anyway": args.resume_anyway}
     if args.dry_run:
         outlook = dry_run(args.recipe, console, resume=args.resume, **start)
@@ -152,21 +161,29 @@ def train(words: list[str]) -> int:
     if not world.first:
         return 0
     if args.json:
-        print(to_json(summary))
+        print(to_json(dataclasses.replace(summary, times=tuple(console.all_times()))))
     else:
         console.summary(summary)
     return 0
 
 
+def _note(console: Console, note: str) -> None:
+    """Say where the recipe comes from, if there is something to say."""
+    if note:
+        console.say(note)
+
+
 def data(words: list[str]) -> int:
     """Show what the model will see: penstock data [RECIPE] [--flags]."""
-    args = parse_with_recipe(DataArgs, "data", words)
-    _quiet_libraries(args.debug)
+    parsed = parse_with_recipe(DataArgs, "data", words)
+    args = parsed.args
+    quiet_libraries(args.debug)
     from penstock.data.preview import show, summary
     from penstock.report.console import Console
     from penstock.run.preparation import prepare_run
 
     console = Console(json=args.json)
+    _note(console, parsed.note)
     prepared = prepare_run(args.recipe, console)
     if args.json:
         print(json.dumps(summary(prepared.data)))
@@ -179,7 +196,8 @@ def data(words: list[str]) -> int:
 def bench(words: list[str]) -> int:
     """Measure a step against its floor and against peers: penstock bench [RECIPE] [--against PEERS]."""
     # Weights are random here, so that a recipe's shape may be changed without saying so.
-    args = parse_with_recipe(BenchArgs, "bench", words, init="random")
+    parsed = parse_with_recipe(BenchArgs, "bench", words, init="random")
+    args = parsed.args
     if args.recipe.engine != "penstock":
         raise RecipeError("bench measures ours", where="--engine", remedy="DeepSpeed is a peer: --against deepspeed.")
     if args.steps < 1:
@@ -197,14 +215,19 @@ def bench(words: list[str]) -> int:
         "peer_modes": read_choices("--peer-modes", args.peer_modes, modes),
     }
     ratios = read_ratios(args.peer_ratio)
-    _quiet_libraries(args.debug)
+    quiet_libraries(args.debug)
     from penstock.bench.run import Asked
     from penstock.bench.run import bench as run
+    from penstock.bench.this_machine import unmeasured_machine
+    from penstock.machine.hardware import pick_device
     from penstock.report.console import Console
+    from penstock.run.row_length import with_length_if_known
 
     console = Console(json=args.json)
+    _note(console, parsed.note)
+    recipe = with_length_if_known(args.recipe, unmeasured_machine(pick_device(args.recipe.device)), 1, console.say)
     asked = Asked(steps=args.steps, timeout_s=args.timeout, peer_ratios=ratios, timeline=args.timeline, **chosen)
-    report = run(args.recipe, asked, to=args.to, say=console.say)
+    report = run(recipe, asked, to=args.to, say=console.say)
     if args.json:
         rows = [dataclasses.asdict(row) for row in report.rows]
         found = {"directory": str(report.directory), "ceilings": dataclasses.asdict(report.ceilings), "rows": rows}
@@ -214,7 +237,8 @@ def bench(words: list[str]) -> int:
 
 def plan(words: list[str]) -> int:
     """Predict memory and speed, here or on another machine: penstock plan [RECIPE] [--gpu gh200 --gpus 2]."""
-    args = parse_with_recipe(PlanArgs, "plan", words, init="random")
+    parsed = parse_with_recipe(PlanArgs, "plan", words, init="random")
+    args, recipe = parsed.args, parsed.args.recipe
     if args.recipe.engine != "penstock":
         raise RecipeError(
             "the plan is of ours", where="--engine", remedy="Leave it out: of DeepSpeed nothing is predicted."
@@ -226,20 +250,33 @@ def plan(words: list[str]) -> int:
     from penstock.plan import report
     from penstock.plan.refusal import refusal
 
+    def aside(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    if parsed.note:
+        aside(parsed.note)
     known = {"host_memory": args.host_memory, "gpu_memory": args.gpu_memory, "link": args.link, "cores": args.cores}
     if args.gpu:
         machine = find_machine(args.gpu, **known)  # type: ignore[arg-type]
     else:
-        from penstock.bench.this_machine import this_machine
+        from penstock.bench.this_machine import this_machine, unmeasured_machine
+        from penstock.machine.hardware import pci_gpus
 
-        measured = this_machine(remeasure=args.remeasure, say=lambda text: print(text, file=sys.stderr))
-        machine = adjusted(measured, **known)  # type: ignore[arg-type]
+        if args.remeasure and not pci_gpus():
+            aside("there is no GPU here: of a CPU nothing is measured, and no time is predicted")
+        here = this_machine(remeasure=args.remeasure, say=aside) if pci_gpus() else unmeasured_machine()
+        machine = adjusted(here, **known)  # type: ignore[arg-type]
     if args.all:
         cells = report.matrix(machine)
         rows = [{"preset": c.preset, "gpus": c.gpus, "plan": c.plan and report.as_json(c.plan)} for c in cells]
         print(json.dumps(rows) if args.json else "\n".join(report.matrix_lines(machine, cells)))
         return 0
-    found = report.make_report(args.recipe, machine, args.gpus, best=args.best, length=run_length(args.recipe))
+    if not recipe.max_length:  # nobody has said it: a tokenizer is needed, which takes seconds
+        from penstock.run.row_length import with_length_if_known
+
+        recipe = with_length_if_known(recipe, machine, args.gpus, aside)
+    length = run_length(recipe) if recipe.data else None
+    found = report.make_report(recipe, machine, args.gpus, best=args.best, length=length)
     planned = report.report_json(found)
     if found.plan.fits or not args.json:
         print(json.dumps(planned) if args.json else "\n".join(report.lines(found)))
@@ -264,28 +301,31 @@ def doctor(words: list[str]) -> int:
 
 
 def export(words: list[str]) -> int:
-    """Write a run's model as a Hugging Face directory, or check its checkpoints: penstock export RUN --to DIR."""
+    """Write a run's or a checkpoint's model as a Hugging Face directory, or check it: penstock export RUN --to DIR."""
     args = tyro.cli(ExportArgs, args=words, prog="penstock export")
-    _quiet_libraries(args.debug)
     if not (args.to or args.verify):
         remedy = "Name a directory with --to, or check checkpoints with --verify."
         raise RecipeError("nothing to do", where="export", remedy=remedy)
-    from penstock.checkpoint.export import export_run, verify_run
-    from penstock.checkpoint.from_deepspeed import export_deepspeed, is_deepspeed
+    theirs = bool(deepspeed_form(Path(args.run)))
+    if not (theirs or args.model or args.trust_pickle):
+        find_place(Path(args.run))  # before torch is imported, which takes seconds
+    quiet_libraries(args.debug)
+    from penstock.checkpoint.export import export_from, verify_checkpoints
+    from penstock.checkpoint.from_deepspeed import export_deepspeed
     from penstock.report.console import Console
 
     console = Console(json=args.json)
     result: dict[str, object] = {}
     if args.verify:
-        verified = verify_run(Path(args.run), console.say)
+        verified = verify_checkpoints(Path(args.run), console.say)
         result["verified"] = [{"path": str(found.path), "step": found.step} for found in verified]
         console.say(f"Every byte is as it was written: {counted(len(verified), 'checkpoint')}")
     if args.to:
         how: dict[str, Any] = {"file_size": args.shard_size, "say": console.say}
-        if args.model or args.trust_pickle or is_deepspeed(Path(args.run)):
+        if args.model or args.trust_pickle or theirs:
             export_deepspeed(Path(args.run), Path(args.to), args.model, trust_pickle=args.trust_pickle, **how)
         else:
-            export_run(Path(args.run), Path(args.to), **how)
+            export_from(Path(args.run), Path(args.to), **how)
         result["model_dir"] = args.to
         console.say(f"Written and checked: {args.to}")
     if args.json:
@@ -294,12 +334,13 @@ def export(words: list[str]) -> int:
 
 
 def generate(words: list[str]) -> int:
-    """Ask a run's model, once or in a conversation: penstock generate RUN ["prompt"]."""
+    """Ask the model of a run or a checkpoint, once or in a conversation: penstock generate RUN ["prompt"]."""
     args = tyro.cli(GenerateArgs, args=words, prog="penstock generate")
-    _quiet_libraries(args.debug)
+    place = find_place(Path(args.run))  # before torch is imported, which takes seconds
+    quiet_libraries(args.debug)
     from penstock.run.generate import Chat, questions
 
-    chat = Chat(Path(args.run), args.max_new_tokens, args.temperature, args.seed, args.device)
+    chat = Chat(place, args.max_new_tokens, args.temperature, args.seed, args.device)
     at_terminal = sys.stdin.isatty() and not args.prompt
     if at_terminal and not args.json:
         print("Ask something; `exit` or Ctrl-D ends.")
@@ -315,6 +356,8 @@ def report(words: list[str]) -> int:
     args = tyro.cli(ReportArgs, args=words, prog="penstock report")
     if not args.runs:
         raise RecipeError("no run is named", where="report", remedy="Such as: penstock report runs/demo")
+    for name in args.runs:
+        check_is_run(Path(name))  # before torch is imported, which takes seconds
     from penstock.report.page import report as run
 
     written = run([Path(name) for name in args.runs], to=args.to, images=args.images)
@@ -323,41 +366,6 @@ def report(words: list[str]) -> int:
     else:
         print(*[f"Written: {path}" for path in (written.page, *written.images)], sep="\n")
     return 0
-
-
-def _prepare_torch() -> None:
-    """What torch reads when it is imported and when it first uses a GPU, unless the user has said something else."""
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    # Or threads that wait would spin on cores that others could use: 59 s instead of 18 for 30 steps of the demo on two
-    # shared cores, and nothing gained on idle ones (benchmarks/results/2026-11-15-cpu/waiting.txt).
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
-def _quiet_libraries(debug: bool, level: str | None = None) -> None:
-    """Their bars and warnings would break our lines; with --debug they are wanted. Our own are shown as one line."""
-    import logging
-
-    if level:
-        logging.getLogger("penstock").setLevel(level.upper())  # where the engine deepspeed looks
-    if debug:
-        return
-    import warnings
-
-    import torch
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging as transformers_logging
-
-    if not torch.cuda.is_available():  # or DeepSpeed, which transformers imports if it can, says so on standard output
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    number = logging.getLevelNamesMapping()[(level or "error").upper()]
-    hub_logging.set_verbosity(number)
-    transformers_logging.set_verbosity(number)
-    transformers_logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    warnings.filterwarnings("default", module=r"penstock\.")
-    warnings.formatwarning = lambda message, *_, **__: f"  WARNING: {message}\n"
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

@@ -99,7 +99,8 @@ class Lines:
             try:
                 value = STRICT.decode(text)
             except (ValueError, RecursionError) as error:
-                column = error.colno if isinstance(error, json.JSONDecodeError) else None
+                # Behind the line's own end the decoder is on a line of its own, and says column 1.
+                column = min(error.pos, len(text.rstrip())) + 1 if isinstance(error, json.JSONDecodeError) else None
                 remedy = IS_ARRAY if text.lstrip().startswith("[") else self.remedy
                 raise bad_json(error, self.file, number, column, remedy) from None
             yield row_of(value, text, self.file, number)

@@ -30,7 +30,10 @@ def check_deepspeed(recipe: Recipe, device: torch.device, world: World, *, resum
     if recipe.engine != "deepspeed":
         return ""
     if importlib.util.find_spec("deepspeed") is None:
-        remedy = "pip install 'penstock[deepspeed]', or use --engine penstock."
+        remedy = (
+            "pip install 'penstock-train[deepspeed]' (in a checkout: pip install -c constraints.txt '.[deepspeed]'), "
+            "or use --engine penstock."
+        )
         raise RecipeError("the package deepspeed is not installed", where="engine = 'deepspeed'", remedy=remedy)
     if recipe.mode == "superoffload" and device.type != "cuda":
         remedy = "Use --mode zerooffload, or --engine penstock."

@@ -27,7 +27,8 @@ from penstock.offload.saved_tensors import SavedTensor, state_tensors, weight_te
 from penstock.offload.trained import find_trained
 from penstock.plan.layout import FORMATS
 from penstock.plan.split import Manner
-from penstock.recipe.recipe import Recipe, parse_homes
+from penstock.recipe.lists import parse_homes
+from penstock.recipe.recipe import Recipe
 from penstock.update.master import round_to_bf16_
 
 
@@ -212,7 +213,11 @@ def measure_memory(
     cuda = device.type == "cuda"
     beside = "gpu" if cuda else "host"
     uses = [MemoryUse(beside if weights_at == "gpu" else "host", "weights", weights)]
-    uses += [MemoryUse(beside if home == "gpu" else "host", f"state: {home}", size) for home, size in state.items()]
+    names = {} if cuda else {"gpu": "state: beside the weights"}  # there is no GPU that it could be on
+    uses += [
+        MemoryUse(beside if home == "gpu" else "host", names.get(home, f"state: {home}"), size)
+        for home, size in state.items()
+    ]
 
     def rest(place: str, total: int) -> int:
         return max(0, total - sum(part.num_bytes for part in uses if part.place == place))

@@ -62,6 +62,11 @@ class Machine:
         return self.gpu_bytes > 0 or self.unified
 
     @property
+    def predicts_time(self) -> bool:
+        """Whether seconds are worth saying: without a GPU they would be off by a factor of two."""
+        return self.has_gpu and self.matrix_flops_per_s > 1
+
+    @property
     def one_memory(self) -> bool:
         """Whether every home lies in the same memory as the weights."""
         return self.unified or not self.has_gpu

@@ -118,7 +118,7 @@ def _passing_signals_to(processes: Sequence[subprocess.Popen[bytes]]) -> Iterato
             if process.returncode is None:
                 os.kill(process.pid, number)
 
-    with handling(handle, signal.SIGTERM, signal.SIGINT):
+    with handling(handle, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         yield
 
 

@@ -6,8 +6,7 @@ Random weights take the same way with nothing to stream, so that what is missing
 its own precision.  Weights come as bf16 if the checkpoint holds no more than that, and as fp32 if it holds more (fp32,
 fp16, dequantized GGUF) or if the recipe asks for fp32. The engine keeps what fp32 has over bf16 in its master weights
 and then rounds. Loading at 4 bytes a parameter never needs more than training, which holds 2 bytes of weight and 2 of
-gradient.  Nothing is ever left random by accident: a weight that the checkpoint lacks, or has in another shape, is an
-error.
+gradient. Nothing is left random by accident: a weight that is missing, or of another shape, is an error.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    modeling_gguf_pytorch_utils,
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging
@@ -385,11 +385,15 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def quiet() -> Iterator[None]:
     """Transformers' reports and progress bars say in its own words what is said here."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    reading: Any = modeling_gguf_pytorch_utils
+    bar = reading.tqdm
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    reading.tqdm = lambda items, **_: items  # it asks nobody, and fills a log
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        reading.tqdm = bar
         if bars:
             logging.enable_progress_bar()

@@ -53,6 +53,12 @@ def load_own_rows(
     return model
 
 
+def count_parameters(recipe: Recipe, config: PreTrainedConfig) -> int:
+    """Of the model that will be loaded; a tied head counts once. Nothing is allocated."""
+    model = build_on_meta(recipe, config, torch.bfloat16, lambda model: model.tie_weights())
+    return sum(p.numel() for p in model.parameters())
+
+
 def build_on_meta(
     recipe: Recipe, config: PreTrainedConfig, dtype: torch.dtype, shard: ShardOverRanks
 ) -> PreTrainedModel:

@@ -22,7 +22,6 @@ from penstock.offload.trained import Trained, find_trained
 from penstock.plan.layout import (
     DEFAULT_CHUNK,
     FORMATS,
-    GPU_RESERVE,
     HOST_RESERVE,
     STAGING,
     Chunk,
@@ -30,6 +29,7 @@ from penstock.plan.layout import (
     StateFormat,
     chunk_for,
     cut,
+    gpu_reserve,
 )
 from penstock.plan.placement import Dealt, Placement, deal, deal_within, prefetch_room
 from penstock.plan.split import Manner, ModelBytes, Profile, Requirements, Room, requirements
@@ -136,9 +136,9 @@ def _choose(
     everything = deal([cut(whole, max(1, whole.size)) for whole in wholes], {"gpu": 1.0})
     if device.type != "cuda":
         return everything
-    free = torch.cuda.mem_get_info(device)[0]
+    free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    room = Room(free + cached - GPU_RESERVE, (available_host_bytes() - HOST_RESERVE) // profile.ranks_here)
+    room = Room(free + cached - gpu_reserve(total), (available_host_bytes() - HOST_RESERVE) // profile.ranks_here)
     if room.gpu_bytes >= need.kept_bytes + need.num_params * state_bytes:
         return everything
     rates = measure_rates(device, cores, format)

@@ -18,7 +18,6 @@ from penstock.plan.job import Job, Seconds, Settings
 from penstock.plan.layout import (
     DEFAULT_CHUNK,
     FORMATS,
-    GPU_RESERVE,
     HOST_RESERVE,
     NUM_SLOTS,
     STAGING,
@@ -30,6 +29,7 @@ from penstock.plan.layout import (
     StateFormat,
     chunk_for,
     cut,
+    gpu_reserve,
     model_buffers,
     state_buffers,
 )
@@ -201,7 +201,7 @@ def rooms(job: Job, machine: Machine, gpus: int) -> Room:
         return Room(host - CONTEXT_BYTES, 0.0)
     if not machine.has_gpu:
         return Room(host, 0.0)
-    return Room(machine.gpu_bytes - CONTEXT_BYTES - GPU_RESERVE, host)
+    return Room(machine.gpu_bytes - CONTEXT_BYTES - gpu_reserve(machine.gpu_bytes), host)
 
 
 @dataclass(frozen=True)

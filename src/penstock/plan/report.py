@@ -12,10 +12,11 @@ from datetime import timedelta
 from typing import Any
 
 from penstock.errors import RecipeError, UserError, counted
+from penstock.machine.hardware import COMPILED_FROM, cpu_has_bf16
 from penstock.machine.known import Machine
 from penstock.plan.architecture import architecture_of
 from penstock.plan.job import Job, Settings
-from penstock.plan.layout import GPU_RESERVE
+from penstock.plan.layout import gpu_reserve
 from penstock.plan.predict import Plan, host_reserve, predict, sharing_a_host
 from penstock.plan.solve import (
     EVERYTHING,
@@ -25,13 +26,18 @@ from penstock.plan.solve import (
     flags_between,
     solve,
 )
+from penstock.recipe.lists import parse_homes
 from penstock.recipe.presets import ARCHITECTURES, PRESETS
-from penstock.recipe.recipe import Recipe, parse_homes
+from penstock.recipe.recipe import Recipe
 
 REFERENCE_GPUS = {
     "llama-8b": 1, "qwen3-14b": 1, "phi-4": 1, "gpt-oss-20b": 1, "seed-oss-36b": 2, "qwen3-30b-a3b": 2, "llama-70b": 4,
 }  # fmt: skip
 """Superchips that the launch scripts of DeepSpeedExamples' DeepSpeed-SuperOffload use."""
+
+
+FAR_OFF = 0.3
+"""From which difference on a plan's seconds are doubted."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +66,10 @@ def job_of(recipe: Recipe, dtype_bytes: int = 2, *, gpu: bool = True) -> Job:
     """What a recipe asks for, settings aside."""
     homes = parse_homes(recipe.homes)
     shares = {homes: 1.0} if isinstance(homes, str) else homes or {}
-    overlap = recipe.mode == "superoffload"
+    overlap, architecture = recipe.mode == "superoffload", architecture_of(recipe)
+    large = architecture.num_parameters() >= COMPILED_FROM
     return Job(
-        architecture_of(recipe),
+        architecture,
         recipe.batch_size,
         recipe.max_length,
         clip=bool(recipe.max_grad_norm),
@@ -71,10 +78,17 @@ def job_of(recipe: Recipe, dtype_bytes: int = 2, *, gpu: bool = True) -> Job:
         homes=() if recipe.homes == "auto" or not overlap else tuple(shares.items()),
         attention="varlen" if recipe.attention == "auto" else recipe.attention,
         dtype_bytes=dtype_bytes,
-        checkpoints=(recipe.keep + 1 if recipe.save_every else 1) if recipe.keep else 0,
-        compiled=recipe.compile and gpu and dtype_bytes == 2,
+        checkpoints=_checkpoints(recipe),
+        compiled=recipe.compile and large and gpu and dtype_bytes == 2,
         accumulate_dtype=recipe.accumulate_dtype,
     )
+
+
+def _checkpoints(recipe: Recipe) -> int:
+    """On disk at once, at the most: those that are kept, and one that is being written."""
+    if not recipe.keep:
+        return 0
+    return recipe.keep + recipe.keep_best + 1 if recipe.save_every or recipe.keep_best else 1
 
 
 def with_recompute(recipe: Recipe, machine: Machine | None, gpus: int = 1) -> Recipe:
@@ -84,14 +98,15 @@ def with_recompute(recipe: Recipe, machine: Machine | None, gpus: int = 1) -> Re
     if machine is None or not machine.has_gpu:
         return replace(recipe, recompute="none")
     try:
-        plan = solve(_job(recipe, machine), machine, gpus, Free(recipe.states, recipe.rows_on(gpus)))
+        plan = solve(job_on(recipe, machine), machine, gpus, Free(recipe.states, recipe.rows_on(gpus)))
     except UserError:  # a model that the plan does not know
         plan = None
     return replace(recipe, recompute=plan.settings.recompute if plan else "full")
 
 
-def _job(recipe: Recipe, machine: Machine) -> Job:
-    wide = recipe.dtype == "fp32" or (recipe.dtype == "auto" and not machine.has_gpu)
+def job_on(recipe: Recipe, machine: Machine) -> Job:
+    """What a recipe asks for on a machine."""
+    wide = recipe.dtype == "fp32" or (recipe.dtype == "auto" and not machine.has_gpu and not cpu_has_bf16())
     return job_of(recipe, 4 if wide else 2, gpu=machine.has_gpu)
 
 
@@ -105,7 +120,7 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
         )
     recipe = with_recompute(recipe, machine, gpus)
     settings = Settings(recipe.states, recipe.rows_on(gpus), recipe.recompute)
-    return predict(_job(recipe, machine), settings, machine, gpus)
+    return predict(job_on(recipe, machine), settings, machine, gpus)
 
 
 def make_report(
@@ -138,6 +153,8 @@ def _count(number: int) -> str:
 
 def gpus_in_words(machine: Machine, gpus: int) -> str:
     """`2 x gh200 (from data sheets, not measured)`."""
+    if not machine.has_gpu:
+        return f"{machine.name}, which has no GPU"
     measured = "measured" if gpus == 1 else "rates of one were measured"
     return f"{gpus} x {machine.name} ({measured if machine.measured else 'from data sheets, not measured'})"
 
@@ -162,9 +179,10 @@ def lines(report: Report) -> list[str]:
     ]
     if plan.fits:
         found += ["", *_time(plan, report.length)]
-    if report.others:
+    if report.others and machine.predicts_time:
         found += ["", "Other settings that fit:", *(line for other in report.others for line in _other(plan, other))]
-    return [*found, "", f"Rates of {machine.name}:", *(f"  {source}" for source in machine.sources)]
+    rates = [f"Rates of {machine.name}:", *(f"  {source}" for source in machine.sources)]
+    return [*found, "", *rates] if machine.sources else found
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -177,12 +195,13 @@ def _memory(plan: Plan) -> list[str]:
     for where, name, size in places if plan.machine.has_gpu else places[1:]:
         parts = [b for b in plan.buffers if b.place in where and b.num_bytes >= 5e6]
         total = sum(b.num_bytes for b in parts)
-        free = GPU_RESERVE
+        free, what = gpu_reserve(plan.machine.gpu_bytes), "fragments and workspaces"
         if where != ("gpu",):
             sharing = sharing_a_host(plan.machine, plan.gpus)
             size, free = size // sharing, host_reserve(plan.machine) // sharing
+            what = "the data, the page cache, other programs"
         found.append(
-            f"{name}{share}: {total / 1e9:,.1f} GB of {size / 1e9:,.1f}, of which {free / 1e9:.1f} are left free"
+            f"{name}{share}: {total / 1e9:,.1f} GB of {size / 1e9:,.1f}; {free / 1e9:.1f} are kept free for {what}"
         )
         for part in sorted(parts, key=lambda b: -b.num_bytes):
             note = ""
@@ -202,6 +221,11 @@ def _memory(plan: Plan) -> list[str]:
 def _time(plan: Plan, length: RunLength | None) -> list[str]:
     s = plan.seconds
     homes = homes_in_words(plan)
+    if not plan.machine.predicts_time:
+        found = ["Time: not predicted without a GPU; `penstock train` shows what is left after its first step"]
+        if length:
+            found.insert(0, f"Whole run: {counted(length.steps, 'step')}, {length.tokens:,} tokens ({length.how})")
+        return found
     lanes = {"link, each way": s.link, "CPU": s.cpu, "updates": s.update, "between GPUs": s.exchange}
     beside = ", ".join(f"{name} {value:.3f}" for name, value in lanes.items() if value > 0.0005)
     found = [
@@ -232,22 +256,28 @@ def short(plan: Plan) -> str:
     homes = homes_in_words(plan)
     host = f", {plan.peak_bytes('host') / 1e9:.1f} GB host" if plan.machine.has_gpu else ""
     device = "gpu" if plan.machine.has_gpu else "host"
+    time = f"{s.step:.3g} s a step, {plan.tokens_per_s:,.0f} tokens/s; " if plan.machine.predicts_time else ""
     return (
         f"planned: {plan.peak_bytes(device) / 1e9:.1f} GB {device.upper() if device == 'gpu' else device}{host}; "
-        f"{s.step:.3g} s a step, {plan.tokens_per_s:,.0f} tokens/s; {headline(plan)}; state {homes}"
+        f"{time}{headline(plan)}; state {homes}"
     )
 
 
 def compare(plan: Plan, step_seconds: Sequence[float], gpu_bytes: int, host_bytes: int) -> str:
     """How reality compares. The first two steps compile kernels and make buffers, so that they do not count."""
     real = statistics.median(step_seconds[2:] or step_seconds)
-    parts = [_against(f"{real:.3g} s a step", real, plan.seconds.step, f"{plan.seconds.step:.3g}")]
+    parts = []
+    if plan.machine.predicts_time:
+        parts.append(_against(f"{real:.3g} s a step", real, plan.seconds.step, f"{plan.seconds.step:.3g}"))
     if gpu_bytes:
         planned = plan.peak_bytes("gpu")
         parts.append(_against(f"{gpu_bytes / 1e9:.1f} GB GPU", gpu_bytes, planned, f"{planned / 1e9:.1f}"))
     planned = plan.peak_bytes("host")
     parts.append(_against(f"{host_bytes / 1e9:.1f} GB host", host_bytes, planned, f"{planned / 1e9:.1f}"))
-    return f"after {counted(len(step_seconds), 'step')}: " + "; ".join(parts)
+    said = f"after {counted(len(step_seconds), 'step')}: " + "; ".join(parts)
+    if plan.machine.predicts_time and not 1 - FAR_OFF < real / plan.seconds.step < 1 + FAR_OFF:
+        said += "\n  far from the plan: if this machine was busy when it was measured, --remeasure of `plan` helps"
+    return said
 
 
 def _against(text: str, real: float, planned: float, number: str) -> str:
@@ -297,7 +327,8 @@ def _cell(plan: Plan | None) -> str:
         return "does not fit"
     settings = plan.settings
     clip = "" if plan.job.clip else " *"
-    return f"{settings.states} {plan.tokens_per_s:,.0f} {settings.recompute} {settings.micro_batch}{clip}"
+    rate = f" {plan.tokens_per_s:,.0f}" if plan.machine.predicts_time else ""
+    return f"{settings.states}{rate} {settings.recompute} {settings.micro_batch}{clip}"
 
 
 def _fewer(cells: Sequence[Cell]) -> list[str]:
@@ -337,9 +368,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "activation_bytes": plan.activation_bytes,
         "loading_bytes": plan.loading,
         "disk": asdict(plan.disk),
-        "seconds": asdict(plan.seconds) | {"step": plan.seconds.step},
-        "tokens_per_s": plan.tokens_per_s,
-        "model_tflops": plan.tflops,
+        "seconds": asdict(plan.seconds) | {"step": plan.seconds.step} if plan.machine.predicts_time else None,
+        "tokens_per_s": plan.tokens_per_s if plan.machine.predicts_time else None,
+        "model_tflops": plan.tflops if plan.machine.predicts_time else None,
     }
 
 

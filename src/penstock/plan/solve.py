@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice
+from itertools import islice, product
 
 from penstock.machine.known import Machine
 from penstock.plan.job import Job, Settings
@@ -91,14 +91,16 @@ def flags_between(old: Plan, new: Plan) -> tuple[str, ...]:
         found.append("--max-grad-norm 0")
     if new.job.homes != old.job.homes:
         found.append("--homes auto")
+    if new.job.batch_size != old.job.batch_size:
+        found.append(f"--batch-size {new.job.batch_size}")
     if new.job.length != old.job.length:
         found.append(f"--max-length {new.job.length}")
     return tuple(found)
 
 
 TRADES = {
-    "bf16": "moments in bf16, rounded by chance (no bias, some noise)",
-    "int8": "moments in 8 bits, rounded by chance (no bias, more noise)",
+    "bf16": "moments in bf16, with stochastic rounding (no bias, some noise)",
+    "int8": "moments in 8 bits, with stochastic rounding (no bias, more noise)",
 }
 
 
@@ -133,25 +135,28 @@ def _cost(other: Alternative) -> tuple[int, int, float]:
 def cheapest_change(base: Plan, free: Free = EVERYTHING) -> Alternative | None:
     """For a plan that does not fit: what changes the mathematics least and still fits.
 
-    Settings alone, then state in fewer bits, then no clipping, then shorter rows. Batches are left alone: a smaller
-    batch is a micro-batch that is not added up, and those were tried.
+    Settings alone, then state in fewer bits, then no clipping, then fewer rows in a step, then shorter rows: the last
+    alone cuts examples. Fewer rows help only where no gradients are added up, which have to be kept for that.
     """
     job = replace(base.job, homes=()) if base.job.homes else base.job
-    for length in (base.job.length, *_halves(base.job.length)):
+    lengths, rows = (base.job.length, *_halves(base.job.length, 512)), base.job.batch_size
+    for length, batch in product(lengths, (rows, *_halves(rows, base.gpus))):
         for clip in (True, False) if base.job.clip and base.job.overlap else (base.job.clip,):
             update = base.job.update if clip == base.job.clip else "auto"
-            plan = solve(replace(job, clip=clip, update=update, length=length), base.machine, base.gpus, free)
+            changed = replace(job, clip=clip, update=update, length=length, batch_size=batch)
+            plan = solve(changed, base.machine, base.gpus, free)
             if plan is not None:
                 trades = ["shorter rows"] if length < base.job.length else []
+                trades += ["fewer rows in a step"] if batch < rows else []
                 trades += ["no clipping"] if clip != base.job.clip else []
                 trades += [TRADES[plan.settings.states]] if plan.settings.states in TRADES else []
                 return Alternative(plan, flags_between(base, plan), "; ".join(trades))
     return None
 
 
-def _halves(length: int) -> list[int]:
+def _halves(number: int, least: int) -> list[int]:
     found = []
-    while length > 512:
-        length //= 2
-        found.append(length)
+    while number // 2 >= least:
+        number //= 2
+        found.append(number)
     return found

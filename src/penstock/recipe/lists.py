@@ -51,3 +51,22 @@ def _part(word: str) -> Part:
         return Part(name, float(number))
     except ValueError:
         return Part(word)  # the configuration of a Hub data set
+
+
+HOMES = ("gpu", "stream", "host")
+
+
+def parse_homes(text: str) -> str | dict[str, float] | None:
+    """`auto` or one home as it is, shares as a dictionary, None for anything else."""
+    if text in ("auto", *HOMES):
+        return text
+    shares: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        try:
+            shares[name.strip()] = float(number)
+        except ValueError:
+            return None
+    known = set(shares) <= set(HOMES) and len(shares) == text.count(",") + 1
+    whole = all(share > 0 for share in shares.values()) and math.isclose(sum(shares.values()), 1, abs_tol=0.005)
+    return shares if known and whole else None

@@ -8,16 +8,15 @@ before anything is read or written.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
-import re
 import types
 import typing
 from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from penstock.errors import RecipeError, did_you_mean
-from penstock.recipe.lists import parse_columns, parse_parts
+from penstock.recipe.familiar import FAMILIAR, translated
+from penstock.recipe.rules import broken_rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +43,8 @@ class Recipe:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where the model runs. `auto`: the GPU if there is one."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Working precision of weights and arithmetic; masters are fp32 anyway. `auto`: fp32 on a CPU without bf16."""
+    """Working precision of weights and arithmetic; masters are fp32 anyway. `auto`: bf16 on a GPU, and on a
+    CPU that has instructions for it."""
     bind_cores: bool = True
     """Keep to the cores near the GPU, of several ranks each to its share. --no-bind-cores lets them run anywhere."""
     reduce_dtype: Literal["bf16", "fp32"] = "bf16"
@@ -56,7 +56,8 @@ class Recipe:
     little time. selected:N does so in the first N layers; full:N takes these whole and of the others what selected
     takes. `auto` takes what the plan finds fastest."""
     compile: bool = True
-    """Compile the decoder layers on a GPU: faster steps after a start of half a minute; results differ by rounding."""
+    """Compile the decoder layers of models over 100 M parameters on a GPU: faster steps after a start of half a minute;
+    results differ by rounding."""
     mode: Literal["superoffload", "zerooffload"] = "superoffload"
     """`superoffload` hides updates under the arithmetic; `zerooffload`, the baseline, makes them after backward."""
     homes: str = "auto"
@@ -106,7 +107,8 @@ class Recipe:
     train_on_prompt: bool = False
     """Train on prompts too, not only on responses and their end token."""
     max_length: int = 4096
-    """Tokens in a row; a longer example is handled by --too-long."""
+    """Tokens in a row; a longer example is handled by --too-long. 0: as many as the longest example has, up to 4096 and
+    to what the model and the memory have room for."""
     too_long: Literal["truncate", "drop", "refuse"] = "truncate"
     """What happens to an example over max_length. Each is counted and reported."""
     packing: bool = True
@@ -146,7 +148,7 @@ class Recipe:
     """AdamW's weight decay; not applied to norms and biases."""
     states: Literal["fp32", "bf16", "int8"] = "fp32"
     """Format of AdamW's moments; masters are fp32 anyway. `fp32` is exact and takes 10 bytes a parameter, with masters.
-    `bf16` takes 6 and `int8` 4: moments are rounded by chance, without bias but with noise, so the run is another."""
+    `bf16` takes 6 and `int8` 4: stochastic rounding, without bias but with noise, so that the run is another."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm. 0: never."""
     skip_limit: int = 10
@@ -163,6 +165,10 @@ class Recipe:
     """Steps between checkpoints. 0: at the end, and when the run is interrupted."""
     keep: int = 2
     """Checkpoints that are kept, the newest ones. 0: none is ever saved, and an interrupted run cannot go on."""
+    keep_best: bool = False
+    """Keep the checkpoint with the lowest evaluation loss too, however old it is. It is saved when it is found."""
+    patience: int = 0
+    """End the run early after this many evaluations in a row without a new lowest loss. 0: never."""
     prompt: str | None = None
     """A question that the model answers before and after training."""
     track: str = ""
@@ -173,7 +179,7 @@ class Recipe:
     """Tags of the run in wandb and trackio, with commas."""
 
     def __post_init__(self) -> None:
-        for field, rule, remedy in _broken_rules(self):
+        for field, rule, remedy in broken_rules(self):
             raise RecipeError(rule, where=f"{field} = {getattr(self, field)!r}", remedy=remedy)
 
     @property
@@ -211,109 +217,9 @@ def _words(text: str) -> list[str]:
     return [word for part in text.split(",") if (word := part.strip())]
 
 
-def _broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
-    """(field, rule, remedy) of every rule that the values break."""
-    numbers = {name: getattr(r, name) for name in FIELDS if isinstance(getattr(r, name), float)}
-    checks: list[tuple[bool, str, str, str]] = [
-        *((math.isfinite(v), f, "must be a finite number", "Such as 0.5 or 1e-5.") for f, v in numbers.items()),
-        (bool(r.name.strip()) and "/" not in r.name, "name", "must be a word without '/'", "A path is --output-dir."),
-        (r.lr > 0, "lr", "must be positive", "A usual value is 1e-5."),
-        (r.eps > 0, "eps", "must be positive", "A usual value is 1e-8."),
-        (r.weight_decay >= 0, "weight_decay", "must not be negative", "0 switches it off."),
-        (0 <= r.warmup <= 1, "warmup", "must be between 0 and 1", "It is a share of the steps: 0.05 warms up for 5 %."),
-        (all(0 <= b < 1 for b in r.betas), "betas", "each must be at least 0 and under 1", "Usual: 0.9 0.999."),
-        (r.max_grad_norm >= 0, "max_grad_norm", "must not be negative", "0 switches clipping off."),
-        (r.epochs > 0, "epochs", "must be positive", "1 is one pass over the data; 0.5 is half of one."),
-        (r.max_steps >= 0, "max_steps", "must not be negative", "0 means as many as the epochs take."),
-        (r.batch_size >= 1, "batch_size", "must be at least 1", "It is the number of rows in a step."),
-        (r.micro_batch_size >= 0, "micro_batch_size", "must not be negative", "0 means all of a step."),
-        (r.micro_batch_size <= r.batch_size, "micro_batch_size", f"is over batch_size {r.batch_size}", "Lower it."),
-        (r.max_length >= 2, "max_length", "must be at least 2", "A token is predicted from the one before it."),
-        (r.data != "", "data", "names nothing", "Name a file, a directory, or a data set of the Hub."),
-        (parse_parts(r.data) is not None, "data", "must be names with commas, all of them with a share or none",
-         "Such as a.jsonl:0.7,b.parquet:0.3."),
-        (all(p.weight is None for p in parse_parts(r.eval_data or "demo") or ()), "eval_data", "has shares",
-         "All of it is evaluated on: leave them out."),
-        (parse_columns(r.columns) is not None, "columns", "must be pairs of names, each name once",
-         "Such as question=prompt,answer=completion; label= leaves a column out."),
-        (0 < r.data_percent <= 100, "data_percent", "must be over 0 and at most 100", "10 uses a tenth of them."),
-        (0 <= r.validation <= 0.5, "validation", "must be between 0 and 0.5", "It is a share: 0.05 holds out 5 %."),
-        (not (r.validation and r.eval_data), "validation", "does not go with eval_data", "Leave one of them out."),
-        (r.eval_every >= 0, "eval_every", "must not be negative", "0 evaluates at the end only."),
-        (not r.eval_every or bool(r.validation or r.eval_data), "eval_every", "there is nothing to evaluate on",
-         "Hold examples out with --validation 0.05, or name a file with --eval-data."),
-        (r.log_every >= 1, "log_every", "must be at least 1", "1 shows every step; --quiet shows none."),
-        (r.save_every >= 0, "save_every", "must not be negative", "0 saves at the end and when interrupted."),
-        (r.keep >= 0, "keep", "must not be negative", "0 saves no checkpoints at all."),
-        (not r.save_every or r.keep >= 1, "save_every", "does not go with keep = 0", "Leave one of them out."),
-        (r.skip_limit >= 1, "skip_limit", "must be at least 1", "10 is the default."),
-        (0 <= r.seed < 2**32, "seed", "must be between 0 and 4294967295", "42 is the default."),
-        (_RECOMPUTE.fullmatch(r.recompute) is not None, "recompute",
-         "must be auto, none, selected, full, or one of the last two with a number of layers", "Such as selected:8."),
-        (not r.shape or r.init == "random", "shape", "needs random weights", "Add --init random."),
-        (0 < r.cpu_adam_cores <= 1, "cpu_adam_cores", "must be over 0 and at most 1", "It is a share of the cores."),
-        (r.update != "in-backward" or not r.max_grad_norm, "update", "the global norm is not known in backward",
-         "Add --max-grad-norm 0, or leave it at auto."),
-        (r.mode != "zerooffload" or r.homes in ("auto", "host"), "homes", "zerooffload keeps all state in host",
-         "Leave one of them out."),
-        (r.mode != "zerooffload" or r.update != "in-backward", "update", "zerooffload updates after backward",
-         "Leave one of them out."),
-        *_deepspeed_rules(r),
-        (parse_homes(r.homes) is not None, "homes",
-         "must be auto, gpu, stream, host, or shares of them that add up to 1", "Such as gpu=0.5,stream=0.3,host=0.2."),
-        (set(r.track_list) <= set(TRACKERS), "track", f"must be among {', '.join(TRACKERS)}", "Several with commas."),
-        (bool(r.project.strip()), "project", "must not be empty", "Leave it out for penstock."),
-    ]  # fmt: skip
-    return [(field, rule, remedy) for ok, field, rule, remedy in checks if not ok]
-
-
-def _deepspeed_rules(r: Recipe) -> list[tuple[bool, str, str, str]]:
-    """(kept, field, rule, remedy) of the fields that only the engine `deepspeed` reads, and of those it cannot."""
-    ours, theirs = r.engine == "penstock", r.engine == "deepspeed"
-    only = [
-        name
-        for name in ("param_offload", "nvme_path", "leaf_module", "deepspeed_config")
-        if getattr(r, name) not in ("none", None)
-    ]
-    # A JSON of one's own may decide both; it is read later (`deepspeed_start.check_deepspeed`).
-    not_saved = theirs and not r.deepspeed_config and (r.mode == "superoffload" or r.param_offload == "nvme")
-    use_ours = "Leave it out, or use --engine penstock."
-    return [
-        *((not ours, name, "only the engine deepspeed knows it", "Add --engine deepspeed.") for name in only),
-        (0 <= r.offload_ratio <= 1, "offload_ratio", "must be between 0 and 1", "It is a share: 0.8 offloads 80 %."),
-        (r.bucket_size >= 1, "bucket_size", "must be positive", "The reference has 400000000."),
-        ((r.param_offload == "nvme") == bool(r.nvme_path), "nvme_path", "goes with param_offload = nvme, and only then",
-         "Set both, or neither."),
-        (not theirs or r.homes == "auto", "homes", "DeepSpeed has no homes; its share on the host is offload_ratio",
-         use_ours),
-        (not theirs or r.update == "auto", "update", "DeepSpeed chooses this itself", use_ours),
-        (not theirs or r.states == "fp32", "states", "DeepSpeed keeps fp32 moments", use_ours),
-        (not not_saved or not r.save_every, "save_every", "DeepSpeed cannot save this run: SuperOffload keeps moments "
-         "in a worker process, and weights on NVMe are in no checkpoint",
-         "Use --engine penstock, or --mode zerooffload without --param-offload nvme."),
-    ]  # fmt: skip
-
-
-def parse_homes(text: str) -> str | dict[str, float] | None:
-    """`auto` or one home as it is, shares as a dictionary, None for anything else."""
-    if text in ("auto", *HOMES):
-        return text
-    shares: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, number = part.partition("=")
-        try:
-            shares[name.strip()] = float(number)
-        except ValueError:
-            return None
-    known = set(shares) <= set(HOMES) and len(shares) == text.count(",") + 1
-    whole = all(share > 0 for share in shares.values()) and math.isclose(sum(shares.values()), 1, abs_tol=0.005)
-    return shares if known and whole else None
-
-
 Recompute = Literal["none", "selected", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selected", "full")
 """From most memory to least."""
-_RECOMPUTE = re.compile(r"auto|none|(selected|full)(:[0-9]+)?")
 
 
 def recompute_by_layer(recompute: str, num_layers: int) -> list[Recompute]:
@@ -328,8 +234,6 @@ def recompute_by_layer(recompute: str, num_layers: int) -> list[Recompute]:
     return [RECOMPUTES[place] if number < first else RECOMPUTES[place - 1] for number in range(num_layers)]
 
 
-TRACKERS = ("tensorboard", "wandb", "trackio")
-HOMES = ("gpu", "stream", "host")
 FIELDS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Recipe)}
 
 
@@ -339,12 +243,20 @@ def with_values(base: Recipe, values: dict[str, object], where: str) -> Recipe:
     changes: dict[str, Any] = {}
     for key, value in values.items():
         if key not in FIELDS:
-            raise RecipeError(f"unknown key {key!r}", where=where, remedy=did_you_mean(str(key), FIELDS))
+            theirs = {name: value for name, value in values.items() if name in FAMILIAR and name not in FIELDS}
+            remedy = did_you_mean(str(key), FIELDS)
+            if key in theirs:
+                remedy = translated(theirs, lambda field, value: f"{field}: {_yaml(value)}")
+            raise RecipeError(f"unknown key {key!r}", where=where, remedy=remedy)
         changes[key] = _coerce(value, hints[key], f"{where}: {key}")
     try:
         return dataclasses.replace(base, **changes)
     except RecipeError as error:
         raise RecipeError(error.what, where=f"{where}: {error.where}", remedy=error.remedy) from None
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _coerce(value: object, hint: Any, where: str) -> Any:

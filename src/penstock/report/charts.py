@@ -21,7 +21,8 @@ MOST_POINTS = 1500
 RUN_COLOURS = ["#3b76c4", "#d97706", "#2f9e77", "#b4508f", "#7c6bd6", "#8a7a3b"]
 HOME_COLOURS = {"gpu": "#3b76c4", "stream": "#2f9e77", "host": "#d97706"}
 MEMORY_COLOURS = {
-    "weights": "#64748b", **{f"state: {home}": colour for home, colour in HOME_COLOURS.items()},
+    "weights": "#64748b", "state: beside the weights": HOME_COLOURS["gpu"],
+    **{f"state: {home}": colour for home, colour in HOME_COLOURS.items()},
     "gradients, activations": "#7c6bd6", "this process, the rest": "#b8c0c8",
 }  # fmt: skip
 LANES = {
@@ -241,10 +242,12 @@ def _homes(run: RunRecord) -> Spec:
     units = list(dict.fromkeys(unit["unit"] for unit in run.placement))
     biggest = max(unit["num_bytes"] for unit in run.placement)
     scale, unit_name = (2**30, "GiB") if biggest >= 2**29 else (2**20, "MiB")
+    on_cpu = bool(run.environment) and not run.environment.get("gpu_bytes")
+    names = {home: "beside the weights" if home == "gpu" and on_cpu else home for home in HOME_COLOURS}
     values = [
         {
             "unit": unit["unit"],
-            "home": unit["home"],
+            "home": names[unit["home"]],
             "size": unit["num_bytes"] / scale,
             "rank": list(HOME_COLOURS).index(unit["home"]),
         }
@@ -258,7 +261,7 @@ def _homes(run: RunRecord) -> Spec:
                   "axis": {"labelAngle": -50 if len(units) > 6 else 0, "labelOverlap": True, "labelLimit": 90}},
             "y": {"field": "size", "type": "quantitative", "title": unit_name, "axis": {"tickCount": 5}},
             "color": {"field": "home", "type": "nominal",
-                      "scale": {"domain": list(HOME_COLOURS), "range": list(HOME_COLOURS.values())}},
+                      "scale": {"domain": list(names.values()), "range": list(HOME_COLOURS.values())}},
             "order": {"field": "rank"},
             "tooltip": [{"field": "unit"}, {"field": "home"},
                         {"field": "size", "type": "quantitative", "title": unit_name, "format": ",.3~f"}],

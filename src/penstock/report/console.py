@@ -5,21 +5,25 @@ With --json the lines go to standard error, so that standard output holds exactl
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TextIO, cast
 
+import psutil
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
 from rich.live import Live
 from rich.markup import escape
 
 from penstock.errors import counted
+from penstock.machine.signals import is_device, leave_terminal
 from penstock.report.metrics import EvalRow, StepRow, Summary
 from penstock.report.panel import Panel, Sources, Working
 
@@ -32,6 +36,33 @@ class Phase:
     """Something that takes a while. Who knows how many bytes it moves can say so, and the rate is shown."""
 
     num_bytes: int = 0
+
+
+class _Steady:
+    """A file for lines. One that was a terminal and is gone takes them and forgets them: a run is worth more."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """Write, or pretend to."""
+        self._try(lambda: self._file.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or pretend to."""
+        self._try(self._file.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def _try(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except OSError as error:
+            if error.errno != errno.EIO or not is_device(self._file.fileno()):
+                raise
+            leave_terminal()
 
 
 class _Lines(RichConsole):
@@ -49,8 +80,12 @@ class Console:
     """Where lines for people go."""
 
     def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
-        self.rich = _Lines(file=sys.stderr if json else sys.stdout, highlight=False, quiet=quiet, soft_wrap=True)
+        file = cast(TextIO, _Steady(sys.stderr if json else sys.stdout))
+        self.rich = _Lines(file=file, highlight=False, quiet=quiet, soft_wrap=True, force_jupyter=False)
         self._json, self._showing = json, False
+        self.times: list[tuple[str, float]] = []
+        """Every phase that lay in no other, and its seconds."""
+        self._depth = 0
         self._panel: Panel | None = None
 
     def say(self, text: str) -> None:
@@ -61,7 +96,8 @@ class Console:
     def live(self) -> bool:
         """Whether there is a terminal that can redraw itself, and someone who wants to see it."""
         rich = self.rich
-        able = rich.is_terminal and not rich.is_dumb_terminal and rich.width >= LEAST_COLUMNS
+        at_terminal = rich.file.isatty()  # rich says so too where FORCE_COLOR is set, and in a notebook
+        able = at_terminal and rich.is_terminal and not rich.is_dumb_terminal and rich.width >= LEAST_COLUMNS
         return able and not (self._json or rich.quiet)
 
     @contextmanager
@@ -74,13 +110,25 @@ class Console:
             self._panel.ends(title)
             return
         self.rich.print(f"[bold]{escape(title)}[/bold]")
-        with self._redrawn(Working(title), transient=True):
+        with self._redrawn(Working(title), transient=True), self._timed(title):
             yield phase
         seconds = time.perf_counter() - start
         if seconds >= 2:
             gigabytes = phase.num_bytes / 1e9
-            said = f", {gigabytes:.1f} GB at {gigabytes / seconds:.1f} GB/s" if gigabytes else ""
+            worth_saying = gigabytes / seconds >= 0.05  # a rate that is not 0.0
+            said = f", {gigabytes:.1f} GB at {gigabytes / seconds:.1f} GB/s" if worth_saying else ""
             self.rich.print(f"[dim]  {escape(title)}: {seconds:.1f} s{said}[/dim]")  # phases may lie in one another
+
+    @contextmanager
+    def _timed(self, title: str) -> Iterator[None]:
+        start, outer = time.perf_counter(), self._depth == 0
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if outer:
+                self.times.append((title.split()[0].lower(), time.perf_counter() - start))
 
     @contextmanager
     def training(self, name: str, total_steps: int, sources: Sources, earlier: Sequence[StepRow]) -> Iterator[None]:
@@ -91,7 +139,7 @@ class Console:
             return
         panel = Panel(name, total_steps, sources)
         panel.earlier(earlier)
-        with self._redrawn(panel, transient=False):
+        with self._redrawn(panel, transient=False), self._timed("Training"):
             self._panel = panel
             try:
                 yield
@@ -119,10 +167,15 @@ class Console:
         elif due:
             self._step_line(row, total_steps, seconds_left)
 
-    def evaluated(self, row: EvalRow) -> None:
-        """An evaluation has ended. Lines leave it to the summary."""
+    def evaluated(self, row: EvalRow, total_steps: int, best: EvalRow | None) -> None:
+        """An evaluation has ended: in the panel, or a line with the best so far."""
         if self._panel is not None:
             self._panel.evaluated(row.eval_loss)
+            return
+        found = "the lowest so far"
+        if best != row:
+            found = f"lowest {best.eval_loss:.4f} at step {best.step:,}" if best else "not finite"
+        self.say(f"eval {row.step:>{len(str(total_steps))}}/{total_steps}  loss {row.eval_loss:7.4f}  {found}")
 
     def _step_line(self, row: StepRow, total_steps: int, seconds_left: float) -> None:
         width = len(str(total_steps))
@@ -133,19 +186,28 @@ class Console:
         line += "  skipped: gradient not finite" if row.skipped else f"  {_clock(seconds_left)} left"
         self.say(line)
 
+    def all_times(self) -> list[tuple[str, float]]:
+        """Where the time of this process went, by phase: starting, what was measured, and the rest."""
+        total = time.time() - psutil.Process().create_time()
+        known = sum(seconds for _, seconds in self.times)
+        return [("starting and the rest", max(0.0, total - known)), *self.times]
+
     def summary(self, summary: Summary) -> None:
         """The end of a run, which is said even to who wants quiet."""
         self.rich.quiet = False
         rows = [
             ("steps", f"{summary.steps:,}" + (f" ({summary.skipped_steps} skipped)" if summary.skipped_steps else "")),
             ("loss", f"{summary.loss_first:.4f} at the first step, {summary.loss_last:.4f} at the last"),
-            ("eval loss", "" if summary.eval_loss is None else f"{summary.eval_loss:.4f}"),
+            ("eval loss", "" if summary.eval_loss is None else f"{summary.eval_loss:.4f} at the end" + _best(summary)),
+            ("  best in", summary.best_checkpoint if summary.best_step != summary.steps else ""),
+            ("ended", "early: patience ran out" if summary.stopped_early else ""),
             ("tokens", f"{summary.tokens:,}, of them {summary.trained_tokens:,} trained on"),
             (
                 "speed",
                 f"{speed(summary.tokens_per_s, summary.model_tflops, summary.reference_tflops)}, "
                 f"{_clock(summary.seconds)} in all",
             ),
+            ("time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.all_times())),
             ("prompt", summary.answer.prompt if summary.answer else ""),
             ("  before", summary.answer.before if summary.answer else ""),
             ("  after", summary.answer.after if summary.answer else ""),
@@ -171,6 +233,12 @@ def speed(tokens_per_s: float, model_tflops: float, reference_tflops: float, wid
 def short(number: float) -> str:
     """Three digits that matter, never in powers of ten."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}" if number >= 0.001 else f"{number:.6f}"
+
+
+def _best(summary: Summary) -> str:
+    if summary.best_step in (None, summary.steps):
+        return ", the lowest"
+    return f", lowest {summary.best_eval_loss:.4f} at step {summary.best_step:,}"
 
 
 def _clock(seconds: float) -> str:

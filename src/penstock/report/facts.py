@@ -21,6 +21,7 @@ import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from penstock import __version__
 from penstock.data.loader import Dataset
 from penstock.data.preview import samples, summary
 from penstock.engine import Engine, MemoryUse
@@ -32,7 +33,7 @@ FACTS = "facts"
 SAMPLES = 4
 RECORDED_STEP = 3
 """The first step compiles and the second still settles, so the third of a run, or of its resumption, is recorded."""
-PACKAGES = ("penstock", "torch", "transformers", "accelerate", "safetensors", "numpy", "triton", "deepspeed")
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy", "triton", "deepspeed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Recorder:
         self._write("data", {**summary(data), "samples": samples(data.train, tokenizer, SAMPLES)})
 
     def planned(self, step_seconds: float, gpu_bytes: int, host_bytes: int) -> None:
-        """What was predicted, to be held against what is measured."""
+        """What was predicted, to be held against what is measured; 0 of what was not."""
         self._write("plan", {"step_seconds": step_seconds, "gpu_bytes": gpu_bytes, "host_bytes": host_bytes})
 
     def step_begins(self, step: int) -> None:
@@ -167,7 +168,7 @@ def environment(device: torch.device) -> Environment:
 
 def packages() -> dict[str, str]:
     """Versions of those packages that are installed."""
-    found: dict[str, str] = {}
+    found = {"penstock": __version__}  # not of a distribution's name: on PyPI `penstock` is another project
     for name in PACKAGES:
         try:
             found[name] = version(name)

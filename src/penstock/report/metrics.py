@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.resume import best_step
 from penstock.engine import StepResult
 from penstock.model.flops import Flops
 
@@ -72,6 +73,14 @@ class Summary:
     answer: Answer | None
     unused: tuple[str, ...] = ()
     """Columns of the data, and keys of its messages, that were not used."""
+    best_eval_loss: float | None = None
+    best_step: int | None = None
+    best_checkpoint: str | None = None
+    """Of the best step, where it was kept."""
+    times: tuple[tuple[str, float], ...] = ()
+    """Where the seconds of the process went, by phase."""
+    stopped_early: bool = False
+    """Whether --patience ended the run before its last step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +137,17 @@ class Metrics:
         self.evals.append(EvalRow(step, loss))
         self._append("eval.jsonl", self.evals[-1])
         self._on_eval(self.evals[-1])
+
+    @property
+    def best(self) -> EvalRow | None:
+        """The evaluation with the lowest loss so far, the first of equals."""
+        step = best_step((row.step, row.eval_loss) for row in self.evals)
+        return next((row for row in self.evals if row.step == step), None)
+
+    def out_of_patience(self, patience: int) -> bool:
+        """Whether so many evaluations in a row have brought no new best. Those that are not finite count."""
+        since = self.evals.index(self.best) + 1 if self.best else 0
+        return bool(patience) and len(self.evals) - since >= patience
 
     def saved(self) -> dict[str, list[dict[str, Any]]]:
         """Every row so far, as JSON has it."""

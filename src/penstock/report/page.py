@@ -18,7 +18,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from penstock.errors import OutputError, RecipeError
+from penstock.errors import OutputError
 from penstock.recipe.recipe import Recipe, to_dict
 from penstock.report.charts import Chart, curve_charts, place_charts, theme
 from penstock.report.console import short
@@ -42,7 +42,9 @@ class Written:
 
 def report(paths: list[Path], *, to: str = "", images: bool = False) -> Written:
     """Read the runs, write the page: into the run's own directory, or in front of you when there are several."""
-    converter = _converter()
+    import vl_convert  # 30 MB, which only this command needs
+
+    converter: Any = vl_convert  # its annotations ask for an argument that it can do without
     runs = read_runs(paths)
     page = Path(to) if to else (paths[0] / PAGE if len(paths) == 1 else Path(PAGE))
     try:
@@ -95,16 +97,6 @@ def draw(runs: list[RunRecord], directory: Path, converter: Any) -> list[Path]:
         png.write_bytes(converter.vegalite_to_png(spec, scale=2))
         written += [svg, png]
     return written
-
-
-def _converter() -> Any:
-    """The library of the charts, which comes with an extra since it is 30 MB that training does not need."""
-    try:
-        import vl_convert
-    except ImportError:
-        what, remedy = "the charts need the package vl-convert-python", "Install it: pip install 'penstock[report]'"
-        raise RecipeError(what, where="report", remedy=remedy) from None
-    return vl_convert
 
 
 # --- what the template is given ---------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ NARROW, SHORT = 60, 18
 """Columns and lines under which the panel leaves out what one can do without."""
 PART_STYLES = {
     "weights": "grey62", "state: gpu": "blue", "state: stream": "green", "state: host": "yellow",
+    "state: beside the weights": "blue",
     "gradients, activations": "magenta", "this process, the rest": "grey50",
 }  # fmt: skip
 PEAK_FLOPS = {
@@ -130,7 +131,10 @@ class Panel:
         for part in parts:
             if isinstance(part, Text):
                 part.no_wrap, part.overflow = True, "ellipsis"
-        return Frame(Group(*parts), title=Text(self._title), title_align="left", width=width, border_style="dim")
+        frame = Frame(Group(*parts), title=Text(self._title), title_align="left", width=width, border_style="dim")
+        # The terminal writes ^C where the cursor stands. At the end of a full line it would begin another, and the
+        # panel would be drawn again one line too low.
+        return Group(frame, Text())
 
     def _progress(self, width: int) -> Text:
         step = self._row.step if self._row else len(self._losses)

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from penstock.checkpoint.run_dir import RECIPE_FILE, check_is_run
+from penstock.checkpoint.places import RECIPE_FILE, check_is_run
 from penstock.report.facts import FACTS
 
 

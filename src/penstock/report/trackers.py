@@ -8,6 +8,7 @@ for them; what they are told is the recipe and the rows.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import queue
@@ -17,6 +18,7 @@ from typing import Any, Protocol, Self
 
 import yaml
 
+from penstock.errors import RecipeError
 from penstock.recipe.recipe import Recipe, to_dict
 from penstock.report.metrics import EvalRow, StepRow
 
@@ -106,6 +108,18 @@ KINDS: dict[str, Callable[[Recipe], Tracker]] = {
 }
 
 
+def check_installed(recipe: Recipe) -> None:
+    """Refuse a run whose tracker is not there, before anything is loaded. One that fails later ends no run."""
+    for name in recipe.track_list:  # each is called as its package is, and as its extra
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a directory that happens to be called so is no package
+            remedy = (
+                f"pip install 'penstock-train[{name}]', in a checkout pip install -c constraints.txt '.[{name}]'; "
+                "or leave it out of --track."
+            )
+            raise RecipeError(f"the package {name} is not installed", where=f"track = {recipe.track!r}", remedy=remedy)
+
+
 class Trackers:
     """All trackers of a run. Nothing here raises or waits, except `finish`, which waits a while."""
 
@@ -190,8 +204,6 @@ class _Worker(threading.Thread):
             while (row := self._rows.get()) is not None:
                 tracker.log(*row)
             tracker.finish()
-        except ImportError:
-            self._warn(f"it is not installed: pip install 'penstock[{self.name}]'")
         except BaseException as error:  # wandb calls sys.exit where it finds no key
             lines = str(error).strip().splitlines() or [""]
             self._warn(f"{type(error).__name__}: {lines[0][:200]}")

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from penstock.checkpoint.run_dir import CHECKPOINTS
+from penstock.checkpoint.places import CHECKPOINTS
 from penstock.checkpoint.store import find
 from penstock.errors import DISK_IS_FULL, DoesNotFit, Interrupted, OutputError
 from penstock.machine.launch import ERRORS
-from penstock.machine.signals import handling
+from penstock.machine.signals import handling, leave_terminal
 from penstock.recipe.recipe import Recipe
 
 
@@ -31,7 +31,7 @@ class Stop:
 
 @contextmanager
 def signals() -> Iterator[Stop]:
-    """SIGTERM and Ctrl-C end the run after the current step; a second one ends it at once.
+    """SIGTERM, Ctrl-C and a lost terminal (SIGHUP) end the run after the current step; a second one ends it at once.
 
     Launchers other than ours answer a Ctrl-C, which the terminal gives to their ranks too, with a SIGTERM to each: that
     is the same request once more.
@@ -43,8 +43,10 @@ def signals() -> Iterator[Stop]:
         if stop.number and not (launched and (stop.number, number) == (signal.SIGINT, signal.SIGTERM)):
             os._exit(128 + number)
         stop.number = stop.number or number
+        if number == signal.SIGHUP:
+            leave_terminal()
 
-    with handling(handle, signal.SIGTERM, signal.SIGINT):
+    with handling(handle, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         yield stop
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TextIO
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from penstock.checkpoint.run_dir import find_model, run_recipe
+from penstock.checkpoint.export import open_model
+from penstock.checkpoint.places import Place
 from penstock.data.template import prompt_text
 from penstock.data.turns import Turn
-from penstock.errors import CheckpointError, RecipeError
+from penstock.errors import RecipeError
 from penstock.machine.hardware import pick_device
 from penstock.model.attention import stock_attention
 from penstock.recipe.recipe import Recipe
@@ -54,30 +54,18 @@ def answer(
 
 
 class Chat:
-    """The exported model of a run, and a conversation with it."""
+    """A trained model, and a conversation with it."""
 
-    def __init__(self, run: Path, max_new_tokens: int, temperature: float, seed: int, device: str) -> None:
+    def __init__(self, place: Place, max_new_tokens: int, temperature: float, seed: int, device: str) -> None:
         if max_new_tokens < 1:
-            remedy = "64 is the default."
+            remedy = "256 is the default."
             raise RecipeError("must be at least 1", where=f"--max-new-tokens {max_new_tokens}", remedy=remedy)
         if not 0 <= temperature < math.inf:
             remedy = "0 takes the likeliest token every time; 0.7 draws among them."
             raise RecipeError("must not be negative", where=f"--temperature {temperature}", remedy=remedy)
-        directory, self._recipe = find_model(run), run_recipe(run)
-        target = pick_device(device)
+        opened = open_model(place, lambda text: print(text, file=sys.stderr), pick_device(device))
+        self._model, self._tokenizer, self._recipe = opened.model, opened.tokenizer, opened.recipe
         torch.manual_seed(seed)
-        trust = {"trust_remote_code": self._recipe.trust_remote_code}
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(directory, **trust)
-            self._model = AutoModelForCausalLM.from_pretrained(
-                directory, dtype="auto", device_map={"": target}, **trust
-            )
-        except (OSError, ValueError, SafetensorError) as error:
-            what = f"the exported model cannot be loaded: {str(error).strip().splitlines()[0]}"
-            remedy = (
-                f"Remove {directory}; `penstock export {run} --to {directory}` makes it from the newest checkpoint."
-            )
-            raise CheckpointError(what, where=str(directory), remedy=remedy) from error
         self._max_new_tokens, self._temperature = max_new_tokens, temperature
         self._turns: list[Turn] = []
 

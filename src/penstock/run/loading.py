@@ -49,7 +49,8 @@ def load_engine(start: Start, console: Console, world: World, *, resume_anyway: 
         num_params = sum(p.numel() for p in model.parameters())
         console.say(f"  {num_params / 1e6:,.1f} M parameters on {world.times}{describe(run.device)}")
         flops = flops_of(model, run, world)
-    with console.phase(f"Making ready to train in mode {recipe.mode}"), memory_advice(recipe, world.size):
+    preparing = f"Preparing optimizer state and the first step (mode {recipe.mode})"
+    with console.phase(preparing), memory_advice(recipe, world.size):
         engine, before = start_engine(model, remainders, run, saved, console, world)
     check_disk_of(engine, run, start.first_step, world)
     identity = Identity.of(recipe, run.total_steps, run.data.fingerprint, fingerprint, before, model)

@@ -14,22 +14,32 @@ import torch
 import yaml
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from penstock.bench.this_machine import known_machine, this_machine
-from penstock.checkpoint.resume import Saved, as_begun, check_same_run, find_start, goes_on_in, verify_saved
+from penstock.bench.this_machine import this_machine, unmeasured_machine
+from penstock.checkpoint.resume import (
+    Saved,
+    as_begun,
+    check_same_run,
+    find_start,
+    goes_on_in,
+    verify_saved,
+    was_compiled,
+)
 from penstock.checkpoint.run_dir import check_room, check_run_dir
 from penstock.data.loader import Dataset, Position, prepare
 from penstock.engine.deepspeed_config import settled
 from penstock.engine.deepspeed_start import can_save, check_deepspeed
 from penstock.engine.ranks import ALONE, World
-from penstock.errors import UserError, counted
-from penstock.machine.hardware import describe, pick_compile, pick_device, pick_dtype
+from penstock.errors import RecipeError, UserError, counted
+from penstock.machine.hardware import COMPILED_FROM, describe, pick_compile, pick_device, pick_dtype
 from penstock.model.load import load_config, load_tokenizer
-from penstock.model.load_rows import build_on_meta
+from penstock.model.load_rows import build_on_meta, count_parameters
 from penstock.plan.layout import FORMATS
 from penstock.plan.predict import Plan
 from penstock.plan.report import make_plan, short, with_recompute
 from penstock.recipe.recipe import Recipe, recompute_by_layer, to_dict
 from penstock.report.console import Console
+from penstock.report.trackers import check_installed
+from penstock.run.row_length import with_length
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     data: Dataset
     total_steps: int
+    num_params: int
 
 
 @dataclass(frozen=True)
@@ -65,24 +76,39 @@ class Start:
         return position if in_data else Position(position.epoch + 1, 0)
 
 
-def prepare_run(recipe: Recipe, console: Console, world: World = ALONE, *, resume: bool = False) -> Run:
+def prepare_run(
+    recipe: Recipe, console: Console, world: World = ALONE, *, resume: bool = False, begun_compiled: bool = False
+) -> Run:
     """Everything that can be wrong without loading a weight is found here."""
+    if not recipe.data:
+        remedy = "Name a file, a directory, or a data set of the Hub, such as --data my.jsonl."
+        raise RecipeError("no data is named", where="--data", remedy=remedy)
     device = world.pick(pick_device(recipe.device))
     recipe = settle(recipe, console)
     if warning := check_deepspeed(recipe, device, world, resume=resume):
         console.say(f"WARNING: {warning}")
     recipe = replace(recipe, keep=recipe.keep if can_save(recipe) else 0)
-    recipe = replace(recipe, dtype=pick_dtype(recipe.dtype, device), compile=pick_compile(recipe, device))
+    recipe = replace(recipe, dtype=pick_dtype(recipe.dtype, device))
     make_repeatable(recipe)
     config, tokenizer = load_config(recipe), load_tokenizer(recipe)
+    num_params = count_parameters(recipe, config)
+    # A run that was begun compiled goes on so, whatever its size.
+    recipe = replace(recipe, compile=pick_compile(recipe, device, COMPILED_FROM if begun_compiled else num_params))
     if layers := getattr(config.get_text_config(), "num_hidden_layers", 0):
         recompute_by_layer(recipe.recompute, layers)  # says so if there are not so many
+    machine = unmeasured_machine(device)
+    recipe = world.share(lambda: with_length(recipe, config, tokenizer, machine, world.size, console.say))
     with console.phase(f"Reading {recipe.data}"), world.in_turn():
         data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say)
     steps = math.ceil(recipe.epochs * data.train.steps_per_epoch())
     total_steps = min(steps, recipe.max_steps) if recipe.max_steps else steps
+    if total_steps < recipe.max_steps:
+        epochs = f"{recipe.epochs:g} {'epoch has' if recipe.epochs == 1 else 'epochs have'}"
+        console.say(
+            f"  {epochs} {counted(steps, 'step')}, fewer than --max-steps {recipe.max_steps}; --epochs adds more"
+        )
     recipe = replace(recipe, data_format=data.data_format or "auto")  # so that `generate` asks as the rows did
-    return Run(recipe, device, config, tokenizer, data, total_steps)
+    return Run(recipe, device, config, tokenizer, data, total_steps, num_params)
 
 
 def settle(recipe: Recipe, console: Console) -> Recipe:
@@ -96,12 +122,14 @@ def settle(recipe: Recipe, console: Console) -> Recipe:
 
 def check_disk(run: Run, first_step: int, checkpoint_bytes: int, weight_bytes: int) -> None:
     """Refuse a run that will write more than the disk has room for."""
-    steps, every = max(0, run.total_steps - first_step + 1), run.recipe.save_every
+    recipe, steps = run.recipe, max(0, run.total_steps - first_step + 1)
+    saves = steps // recipe.save_every if recipe.save_every else 0
+    saves += steps // recipe.eval_every if recipe.keep_best else 0
     check_room(
-        run.recipe.run_dir,
+        recipe.run_dir,
         checkpoint_bytes=checkpoint_bytes,
-        num_saves=(steps // every if every else 0) + 1 if steps else 0,
-        keep=run.recipe.keep,
+        num_saves=saves + 1 if steps else 0,
+        keep=recipe.keep + recipe.keep_best,
         export_bytes=weight_bytes,
         keep_checkpoints=first_step > 1,  # of a run that begins, those that are there will be replaced
     )
@@ -129,17 +157,18 @@ def make_repeatable(recipe: Recipe) -> None:
 def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]:
     """The run with what the plan chooses for it, said in advance. No plan of a model whose numbers it does not know.
 
-    A CPU is not measured for it: there is nothing to place, and the demo would wait for seconds.
+    Of a CPU, and of a model that is small beside any GPU, the memory is planned and nothing is measured: there is
+    nothing to place, and no time is predicted.
     """
     if run.recipe.engine == "deepspeed":  # as the reference does it
         word = "full" if run.recipe.recompute == "auto" else run.recipe.recompute
         return replace(run, recipe=replace(run.recipe, recompute=word)), None
-    gpu = run.device.type == "cuda"
-    machine = world.share(lambda: this_machine(remeasure=False, say=console.say) if gpu else known_machine())
-    if machine is not None and machine.has_gpu != gpu:
-        machine = None
+    measured = run.device.type == "cuda" and run.num_params >= COMPILED_FROM
+    machine = world.share(
+        lambda: this_machine(remeasure=False, say=console.say) if measured else unmeasured_machine(run.device)
+    )
     run = replace(run, recipe=with_recompute(run.recipe, machine, world.size))
-    if machine is None or world.many:  # the exchange between ranks is not measured
+    if world.many:  # the exchange between ranks is not measured
         return run, None
     try:
         plan = make_plan(as_long_as_its_rows(run), machine)
@@ -176,20 +205,32 @@ class Outlook:
     run_dir: str
 
 
+ALWAYS_SAID = {"name", "model", "data", "mode", "max_length", "batch_size", "epochs", "lr"}
+
+
+def say_settings(recipe: Recipe, console: Console) -> None:
+    """What someone chose, and what everyone asks for first. All of it would hide the line that counts."""
+    values, default = to_dict(recipe), to_dict(Recipe())
+    said = {name: value for name, value in values.items() if name in ALWAYS_SAID or value != default[name]}
+    text = yaml.safe_dump(said, sort_keys=False, allow_unicode=True).rstrip().replace("\n", "\n  ")
+    console.say(f"Settings (all others are defaults; --json prints them too):\n  {text}")
+
+
 def dry_run(
     recipe: Recipe, console: Console, *, overwrite: bool = False, resume: str = "", resume_anyway: bool = False
 ) -> Outlook:
     """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
-    console.say(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True).rstrip())
+    check_installed(recipe)
     check_run_dir(recipe.run_dir, overwrite=overwrite, own=goes_on_in(recipe.run_dir, resume))
     saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
-    run = prepare_run(as_begun(recipe, saved), console, resume=bool(resume))
+    run = prepare_run(as_begun(recipe, saved), console, resume=bool(resume), begun_compiled=was_compiled(saved))
     if saved:
         check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
         verify_saved(saved, console.say)
         console.say(f"Would go on after step {saved.step:,}, from {saved.checkpoint.path}.")
     foresee_disk(run, saved.step + 1 if saved else 1)
     planned(run, console, ALONE)
+    say_settings(replace(recipe, max_length=run.recipe.max_length), console)
     train_set = run.data.train
     outlook = Outlook(
         steps=run.total_steps,

@@ -11,6 +11,7 @@ from pathlib import Path
 from penstock.checkpoint.export import export
 from penstock.checkpoint.export_ranks import export_from_ranks
 from penstock.checkpoint.lock import claim
+from penstock.checkpoint.places import CHECKPOINTS
 from penstock.checkpoint.resume import (
     as_begun,
     check_same_run,
@@ -20,8 +21,10 @@ from penstock.checkpoint.resume import (
     save_run,
     saved_metrics,
     verify_saved,
+    was_compiled,
 )
 from penstock.checkpoint.run_dir import check_run_dir, make_run_dir, note_ranks
+from penstock.checkpoint.store import of_step
 from penstock.data.loader import Dataset
 from penstock.engine import Engine
 from penstock.engine.ranks import ALONE, World, bind, joined
@@ -32,7 +35,7 @@ from penstock.report.console import Console
 from penstock.report.facts import Recorder
 from penstock.report.metrics import Answer, EvalRow, Metrics, StepFacts, StepRow, Summary
 from penstock.report.panel import sources_of
-from penstock.report.trackers import Trackers
+from penstock.report.trackers import Trackers, check_installed
 from penstock.run.ending import Stop, disk_advice, interrupted, memory_advice, signals
 from penstock.run.generate import answer
 from penstock.run.loading import Loaded, load_engine
@@ -54,6 +57,7 @@ def train(
     Of several ranks all run this; the first one alone reads and writes the directory of the run.
     """
     check_batch(recipe.batch_size, world.size)
+    check_installed(recipe)
     device = world.pick(pick_device(recipe.device))
     trackers = Trackers(recipe if world.first else replace(recipe, track=""), console.say)
     with joined(world, device), claimed(recipe.run_dir, resume, world, overwrite=overwrite) as own, trackers:
@@ -74,13 +78,15 @@ def train(
             close_recorder(records.recorder, console)
             loaded.engine.release()
             last_step = records.metrics.rows[-1].step
-            cut_off = last_step < run.total_steps
+            early = last_step < run.total_steps and records.metrics.out_of_patience(recipe.patience)
+            cut_off = last_step < run.total_steps and not early
             if not cut_off or not recipe.keep:
                 export_model(loaded.engine, run, console, world)
         if cut_off:
             world.largest(0)  # or a rank that ends would end the one that still writes the model
             raise interrupted(recipe, stop, last_step, run.total_steps)
         summary = summarize(records.metrics, recipe.run_dir, ask_again(run, loaded, world), run.data)
+        summary = replace(summary, stopped_early=early)
         records.recorder.end(summary)
         return summary
 
@@ -107,7 +113,8 @@ def find_beginning(
 ) -> Start:
     """What the run will do and from which step on, with every check that needs no weights."""
     saved = world.share(lambda: find_start(recipe.run_dir, resume, overwrite=overwrite))
-    run = prepare_run(as_begun(recipe, saved), console, world, resume=bool(resume))
+    begun = as_begun(recipe, saved)
+    run = prepare_run(begun, console, world, resume=bool(resume), begun_compiled=was_compiled(saved))
     if saved:
         check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
         with console.phase(f"Checking {saved.checkpoint.path}"):
@@ -140,11 +147,11 @@ def begin_or_go_on(start: Start, loaded: Loaded, trackers: Trackers, console: Co
 
     def evaluated(row: EvalRow) -> None:
         trackers.evaluated(row)
-        console.evaluated(row)
+        console.evaluated(row, run.total_steps, metrics.best)
 
     metrics = Metrics(run_dir, on_row=seen, on_eval=evaluated, flops=loaded.flops, write=world.first)
     if saved := start.saved:
-        with console.phase(f"Taking up the run after step {saved.step:,}"):
+        with console.phase(f"Resuming after step {saved.step:,}"):
             metrics.restore(world.share(lambda: saved_metrics(saved)))
             progress.catch_up(metrics.rows)
             restore(saved, engine, console.say, world)
@@ -152,16 +159,18 @@ def begin_or_go_on(start: Start, loaded: Loaded, trackers: Trackers, console: Co
     recorder = Recorder(run_dir, engine, start.first_step, run.total_steps, write=world.first)
     recorder.start(run.data, run.tokenizer, run.device)
     if plan:
-        recorder.planned(plan.seconds.step, plan.peak_bytes("gpu"), plan.peak_bytes("host"))
+        seconds = plan.seconds.step if plan.machine.predicts_time else 0.0
+        recorder.planned(seconds, plan.peak_bytes("gpu"), plan.peak_bytes("host"))
     return Records(metrics, recorder)
 
 
 def run_steps(start: Start, loaded: Loaded, records: Records, stop: Stop, console: Console, world: World) -> None:
-    """The loop. It ends after the last step, or after the step in which a signal came to any rank, and saves then."""
+    """The loop. It ends after the last step, without patience, or after a signal to any rank, and saves then."""
     run, recipe, position = start.run, start.run.recipe, start.position
     engine, metrics = loaded.engine, records.metrics
     metrics.start_clock()
-    for step in range(start.first_step, run.total_steps + 1):
+    early = metrics.out_of_patience(recipe.patience)  # a run that ended so, and is resumed, has nothing left to do
+    for step in range(start.first_step, run.total_steps + 1) if not early else ():
         tokens, trained = run.data.train.counts_at(position)
         batches, position = run.data.train.step_at(position, world.rank, world.size)
         lr = lr_at(recipe, step, run.total_steps)
@@ -174,11 +183,14 @@ def run_steps(start: Start, loaded: Loaded, records: Records, stop: Stop, consol
         # seen next time: writing here what they agreed on would lose it.
         asked = world.largest(stop.number)
         last = step == run.total_steps
+        due = asked != 0 or (recipe.save_every and step % recipe.save_every == 0)
         if run.data.evaluation and (last or (recipe.eval_every and step % recipe.eval_every == 0)):
             metrics.settle()
             metrics.add_eval(step, engine.evaluate(run.data.evaluation.of_rank(world.rank, world.size)))
             metrics.start_clock()
-        due = last or asked != 0 or (recipe.save_every and step % recipe.save_every == 0)
+            last = last or metrics.out_of_patience(recipe.patience)
+            due = due or (recipe.keep_best and metrics.best == metrics.evals[-1])
+        due = due or last
         if due and recipe.keep:
             metrics.settle()
             with console.phase(f"Saving step {step:,}"):
@@ -187,6 +199,8 @@ def run_steps(start: Start, loaded: Loaded, records: Records, stop: Stop, consol
             metrics.start_clock()
         if due and (asked := asked or world.largest(stop.number)):  # it may have come during the save
             stop.number = asked
+            break
+        if last:
             break
     metrics.settle()
 
@@ -232,7 +246,8 @@ def ask_again(run: Run, loaded: Loaded, world: World) -> Answer | None:
 
 def summarize(metrics: Metrics, run_dir: Path, dialogue: Answer | None, data: Dataset) -> Summary:
     """The run in one object."""
-    rows = metrics.rows
+    rows, best = metrics.rows, metrics.best
+    kept = of_step(run_dir / CHECKPOINTS, best.step) if best else None
     tokens, seconds = sum(row.tokens for row in rows), sum(row.step_seconds for row in rows)
     return Summary(
         steps=len(rows),
@@ -250,6 +265,9 @@ def summarize(metrics: Metrics, run_dir: Path, dialogue: Answer | None, data: Da
         run_dir=str(run_dir),
         answer=dialogue,
         unused=tuple(data.train.store.counts.unused),
+        best_eval_loss=best.eval_loss if best else None,
+        best_step=best.step if best else None,
+        best_checkpoint=str(kept) if kept else None,
     )
 
 

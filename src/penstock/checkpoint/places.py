@@ -1,0 +1,75 @@
+"""What a directory is that someone names: a run, a checkpoint of one, or a model as Hugging Face has it.
+
+Told by the files that each has, without torch, so that a misspelt name is refused at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from penstock.errors import RecipeError
+
+RECIPE_FILE, CHECKPOINTS, MANIFEST = "recipe.yaml", "checkpoints", "manifest.json"
+KINDS = "a run such as runs/demo, a checkpoint such as runs/demo/checkpoints/step-00000088, or a Hugging Face directory"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory that holds a model, in one way or another."""
+
+    path: Path
+    kind: Literal["run", "checkpoint", "model"]
+
+
+def find_place(path: Path) -> Place:
+    """What `path` is. What is none of them is refused."""
+    check_is_there(path)
+    if (path / RECIPE_FILE).exists():
+        return Place(path, "run")
+    if (path / MANIFEST).exists():
+        return Place(path, "checkpoint")
+    if (path / "config.json").exists():
+        return Place(path, "model")
+    what = "is neither a run, nor a checkpoint, nor a model"
+    raise RecipeError(what, where=str(path), remedy=f"Name {KINDS}.")
+
+
+def check_is_run(run: Path) -> None:
+    """Refuse what is not the directory of a run."""
+    check_is_there(run)
+    if not (run / RECIPE_FILE).exists():
+        remedy = "Name the directory that `penstock train` printed as run, such as runs/demo."
+        raise RecipeError("is not the directory of a run", where=str(run), remedy=remedy)
+
+
+def check_is_there(path: Path) -> None:
+    """Refuse what does not exist, with what is near it in name."""
+    if path.is_dir():
+        return
+    beside = sorted(p.name for p in path.parent.iterdir() if p.is_dir()) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    remedy = f"Did you mean {path.parent / near[0]}?" if near else f"Name {KINDS}."
+    raise RecipeError("there is no such directory", where=str(path), remedy=remedy)
+
+
+def deepspeed_form(path: Path) -> str:
+    """Which of DeepSpeed's three forms of a checkpoint a directory has: zero, universal, consolidated; or none."""
+    step = deepspeed_step(path)
+    if any(step.glob("*_optim_states.pt")):
+        return "zero"
+    if any(step.glob("zero/*/fp32.pt")):
+        return "universal"
+    files = [*path.glob("pytorch_model*.bin"), *path.glob("model*.safetensors")]
+    return "consolidated" if files and not (path / "config.json").exists() else ""
+
+
+def deepspeed_step(path: Path) -> Path:
+    """The directory of one step of DeepSpeed's: what the file `latest` names, or the path itself."""
+    latest = path / "latest"
+    if not latest.is_file():
+        return path
+    tag = path / latest.read_text(encoding="utf-8").strip()
+    return tag if tag.resolve().is_relative_to(path.resolve()) else path  # a name may not lead elsewhere
