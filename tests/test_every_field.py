@@ -26,6 +26,7 @@ CHANGES = {
     "device": None,
     "dtype": {"dtype": "bf16" if pick_dtype("auto", torch.device("cpu")) == "fp32" else "fp32"},
     "reduce_dtype": None,
+    "accumulate_dtype": {"accumulate_dtype": "bf16"},
     "attention": {"attention": "eager"},
     "recompute": {"recompute": "full"},
     "compile": None,
@@ -89,6 +90,14 @@ TINY = "num_hidden_layers=1,hidden_size=16,intermediate_size=16,num_attention_he
 WRECKING = {"lr": 0.3, "warmup": 0.0, "schedule": "constant"}  # the first evaluation is the best
 ALSO = {  # settings that both runs share
     "dtype": {"init": "random", "shape": TINY, "data_percent": 3.0, "max_steps": 1},
+    "accumulate_dtype": {
+        "dtype": "bf16",
+        "init": "random",
+        "shape": TINY,
+        "data_percent": 3.0,
+        "max_steps": 1,
+        "micro_batch_size": 1,
+    },
     "shape": {"init": "random"},
     "update": {"update": "after-norm", "max_grad_norm": 0.0},
     "cpu_adam_cores": {"homes": "host", "cpu_adam_cores": 0.1},

@@ -14,7 +14,7 @@ JOBS = [
     ["qwen3-14b", "--recompute", "selected"],
     ["qwen3-14b", "--recompute", "selected:14", "--max-grad-norm", "0"],
     ["phi-4", "--recompute", "selected:14", "--max-grad-norm", "0"],
-    ["llama-8b", "--recompute", "none", "--micro-batch-size", "1"],
+    ["llama-8b", "--recompute", "none", "--micro-batch-size", "1", "--accumulate-dtype", "bf16"],
     ["qwen3-30b-a3b", "--recompute", "selected:36", "--states", "int8"],
 ]
 

@@ -190,7 +190,7 @@ def test_any_model_and_any_recipe_can_be_launched_with_a_clean_name(scripts, com
     assert log.name == "My-Model-8B_superoffload_output.log"
     assert main(words) == 0
     printed = capsys.readouterr().out
-    assert f"name: My-Model-8B-superoffload\noutput_dir: {log.with_suffix('')}\n" in printed
+    assert f"  name: My-Model-8B-superoffload\n  output_dir: {log.with_suffix('')}\n" in printed
     for line in (f"model: {model}", "lr: 1.0e-05", "offload_ratio: 0.9", "batch_size: 2", "epochs: 1.0"):
         assert f"{line}\n" in printed
     words, log = command_of("finetune.sh", "Qwen/Qwen3-8B", "1", "superoffload")
@@ -201,7 +201,7 @@ def test_any_model_and_any_recipe_can_be_launched_with_a_clean_name(scripts, com
     monkeypatch.chdir(scripts)
     assert main(words) == 0
     printed = capsys.readouterr().out
-    assert f"name: mine-zerooffload\noutput_dir: {scripts / 'mine_zerooffload_output'}\n" in printed
+    assert f"  name: mine-zerooffload\n  output_dir: {scripts / 'mine_zerooffload_output'}\n" in printed
     assert "lr: 3.0e-05\n" in printed
 
 

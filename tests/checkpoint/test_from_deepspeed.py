@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import penstock
-from penstock.checkpoint.from_deepspeed import is_deepspeed
+from penstock.checkpoint.places import deepspeed_form
 from penstock.command.cli import main
 from penstock.recipe.presets import ARCHITECTURES
 
@@ -70,7 +70,7 @@ def consolidated(tmp_path):
 
 
 def test_consolidated_weights_need_no_deepspeed(consolidated, tmp_path, capsys):
-    assert is_deepspeed(consolidated)
+    assert deepspeed_form(consolidated)
     assert main(["export", str(consolidated), "--model", "demo", "--to", str(tmp_path / "model")]) == 0
     assert "Written and checked" in capsys.readouterr().out
     found, stored = load_file(tmp_path / "model" / "model.safetensors"), load_file(consolidated / "model.safetensors")
@@ -117,8 +117,8 @@ def test_a_tag_does_not_lead_out_of_its_directory(tmp_path):
     (outside / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "latest").write_text("../outside")
-    assert is_deepspeed(outside)
-    assert not is_deepspeed(tmp_path / "checkpoint")
+    assert deepspeed_form(outside)
+    assert not deepspeed_form(tmp_path / "checkpoint")
 
 
 @pytest.mark.parametrize("stored", ["one by one", "together"])

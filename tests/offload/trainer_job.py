@@ -48,7 +48,7 @@ def main(directory, output, in_backward):
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
     )
     trainer.train()
-    optimizer.synchronize()
+    optimizer.close()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     digest = float(sum(p.detach().double().square().sum() for p in model.parameters()))
     result = {"losses": losses, "weights": digest, "wrapped": type(trainer.model_wrapped).__name__}

@@ -1,6 +1,7 @@
 """What ranks do in tests: each function runs on every rank of a world that may have one."""
 
 import dataclasses
+import gc
 import os
 import signal
 import time
@@ -192,32 +193,37 @@ def sharded_the_older_way():
             dist.destroy_process_group()
 
 
-def replicas(steps=4, dtype="float32", micro_batches=1, views=False, first=True, **options):
-    """Steps of a model under DistributedDataParallel, each rank with its share of the rows: weights, norms, applied."""
+def replicas(**options):
+    """Steps of a model under DistributedDataParallel, each rank with its share of the rows: weights and norms."""
     world = find_world()
     with joined(world, CPU):
-        torch.manual_seed(world.rank)  # the ranks begin with other weights, and get those of the first
-        model = nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 24), nn.GELU(), nn.Linear(24, 1))
-        model = model.to(getattr(torch, dtype))
-        wrapped = model
-        if world.many and not first:
-            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
-        optimizer = OffloadAdamW(wrapped, lr=1e-2, micro_batches=micro_batches, **options)
-        if world.many and first:
-            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
-        generator = torch.Generator().manual_seed(7)
-        norms = []
-        for _ in range(steps):
-            for number in range(micro_batches):
-                x = torch.randn(8, 24, generator=generator)[world.rank :: world.size].to(getattr(torch, dtype))
-                waits = wrapped.no_sync() if world.many and number < micro_batches - 1 else nullcontext()
-                with waits:
-                    (wrapped(x).float().square().mean() / micro_batches).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            norms.append(float(optimizer.report.grad_norm))
-        optimizer.synchronize()
-        return {"weights": [p.detach().clone() for p in model.parameters()], "norms": norms}
+        result = _replicas(world, **options)
+        gc.collect()  # torch hangs in the end of a model under DDP whose group has ended before it
+        return result
+
+
+def _replicas(world, steps=4, dtype="float32", micro_batches=1, views=False, first=True, **options):
+    torch.manual_seed(world.rank)  # the ranks begin with other weights, and get those of the first
+    model = nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 24), nn.GELU(), nn.Linear(24, 1))
+    model = model.to(getattr(torch, dtype))
+    wrapped = model
+    if world.many and not first:
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
+    optimizer = OffloadAdamW(wrapped, lr=1e-2, micro_batches=micro_batches, **options)
+    if world.many and first:
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
+    generator = torch.Generator().manual_seed(7)
+    norms = []
+    for _ in range(steps):
+        for number in range(micro_batches):
+            x = torch.randn(8, 24, generator=generator)[world.rank :: world.size].to(getattr(torch, dtype))
+            with wrapped.no_sync() if world.many and number < micro_batches - 1 else nullcontext():
+                (wrapped(x).float().square().mean() / micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(float(optimizer.report.grad_norm))
+    optimizer.close()
+    return {"weights": [p.detach().clone() for p in model.parameters()], "norms": norms}
 
 
 class Largest(TorchDispatchMode):

@@ -123,7 +123,7 @@ def test_without_a_terminal_lines_are_plain(options, forced, capsys, monkeypatch
 
 
 def test_a_phase_that_takes_a_while_says_how_long_and_how_fast(capsys, monkeypatch):
-    clock = iter([0.0, 0.0, 4.0])  # of the phase, of its line on a terminal, and of its end
+    clock = iter([0.0, 0.0, 0.0, 4.0, 4.0])  # of the program, the phase, its line on a terminal, and its end
     monkeypatch.setattr("penstock.report.console.time.perf_counter", lambda: next(clock))
     with Console().phase("Loading x") as phase:
         phase.num_bytes = 16 * 10**9

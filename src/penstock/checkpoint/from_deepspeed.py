@@ -52,7 +52,10 @@ def export_deepspeed(
         what = "is a pickle of DeepSpeed's, and reading it can run any code"
         raise RecipeError(what, where=str(path), remedy="If you trust where it comes from, add --trust-pickle.")
     if form == "zero" and importlib.util.find_spec("deepspeed") is None:
-        remedy = "pip install 'penstock[deepspeed]', or run its own zero_to_fp32.py and export what that writes."
+        remedy = (
+            "pip install 'penstock-train[deepspeed]' (in a checkout: pip install -c constraints.txt '.[deepspeed]'), "
+            "or run its own zero_to_fp32.py and export what that writes."
+        )
         what = "the package deepspeed is not installed, whose converter reads it"
         raise RecipeError(what, where=str(path), remedy=remedy)
     recipe = Recipe(model=name)
