@@ -9,12 +9,13 @@ to=.gpu-wheels
 mkdir -p $to/data
 names=(
   tyro docstring_parser typeguard xxhash
-  hypothesis sortedcontainers
+  hypothesis sortedcontainers pytest-timeout
   torchao flashoptim
   einops hjson msgpack ninja py-cpuinfo pydantic pydantic_core annotated_types typing_inspection typing_extensions
 )
-python -m pip download -q --no-deps --python-version "${PYTHON_VERSION:-3.12}" --only-binary=:all: -c constraints.txt \
-  -d $to "${names[@]}"
+platforms=(--platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64)
+python -m pip download -q --no-deps --python-version "${PYTHON_VERSION:-3.12}" "${platforms[@]}" --only-binary=:all: \
+  -c constraints.txt -d $to "${names[@]}"
 DS_BUILD_OPS=0 python -m pip wheel -q --no-deps -c constraints.txt -w $to deepspeed
 for file in "$@"; do cp "$file" $to/data/; done
 

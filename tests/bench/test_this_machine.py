@@ -73,4 +73,4 @@ def test_the_disk_has_a_rate(tmp_path):
     rate = disk_rate(tmp_path, 2**22)
     assert rate is not None
     assert 1e5 < rate < 1e12
-    assert disk_rate(tmp_path / "none") is None
+    assert disk_rate(tmp_path / "none", 2**20) is None

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import torch
 
 Say = Callable[[str], None]
-DISK_BYTES = 64 * 2**20
 BUSY_SHARE = 0.25
 """Of the cores, from which on what others do shows in what is measured."""
 _FORMAT = 3
@@ -57,7 +56,7 @@ def this_machine(*, remeasure: bool, say: Say, cache: Path | None = None) -> Mac
     if key in known:
         machine = known[key]
     else:
-        say("measuring this machine once (link, memories, matrix product, CPU AdamW, disk) ...")
+        say("measuring this machine once (link, memories, matrix product, CPU AdamW) ...")
         start, others = time.perf_counter(), busy_cores()
         machine = measure()
         if others > BUSY_SHARE * machine.cores:
@@ -123,13 +122,12 @@ def measure() -> Machine:
         device_memory_bytes_per_s=ceilings.device_memory_bytes_per_s or ceilings.host_memory_bytes_per_s,
         link_bytes_per_s=link or 1.0,
         host_params_per_s=updates,
-        disk_bytes_per_s=disk_rate(Path(tempfile.gettempdir())),
         measured=True,
         sources=(f"measured here: {describe(device)}", *ceilings.lines()),
     )
 
 
-def disk_rate(directory: Path, num_bytes: int = DISK_BYTES) -> float | None:
+def disk_rate(directory: Path, num_bytes: int) -> float | None:
     """Bytes a second that reach the disk, or None where nothing can be written."""
     block = os.urandom(2**20)  # a disk that compresses would make zeros look fast
     try:

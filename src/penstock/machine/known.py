@@ -48,7 +48,6 @@ class Machine:
     """CPU AdamW by the usual share of the cores, while the link is busy."""
     peer_bytes_per_s: float = 25e9
     """Between GPUs, each way."""
-    disk_bytes_per_s: float | None = None
     gpus_per_host: int = 0
     """GPUs that share the host memory: 1 on a superchip, 0 for all there are."""
     unified: bool = False
