@@ -26,7 +26,7 @@ CHANGES = {
     "device": None,
     "dtype": {"dtype": "bf16" if pick_dtype("auto", torch.device("cpu")) == "fp32" else "fp32"},
     "reduce_dtype": None,
-    "accumulate_dtype": {"accumulate_dtype": "bf16"},
+    "accumulate_dtype": None,
     "attention": {"attention": "eager"},
     "recompute": {"recompute": "full"},
     "compile": None,
@@ -90,14 +90,6 @@ TINY = "num_hidden_layers=1,hidden_size=16,intermediate_size=16,num_attention_he
 WRECKING = {"lr": 0.3, "warmup": 0.0, "schedule": "constant"}  # the first evaluation is the best
 ALSO = {  # settings that both runs share
     "dtype": {"init": "random", "shape": TINY, "data_percent": 3.0, "max_steps": 1},
-    "accumulate_dtype": {
-        "dtype": "bf16",
-        "init": "random",
-        "shape": TINY,
-        "data_percent": 3.0,
-        "max_steps": 1,
-        "micro_batch_size": 1,
-    },
     "shape": {"init": "random"},
     "update": {"update": "after-norm", "max_grad_norm": 0.0},
     "cpu_adam_cores": {"homes": "host", "cpu_adam_cores": 0.1},
@@ -136,6 +128,7 @@ ELSEWHERE = {
     "eval_split": "tests/data/test_loader.py",
     "device": "tests/machine/test_hardware.py",
     "reduce_dtype": "tests/engine/test_fsdp.py",
+    "accumulate_dtype": "tests/offload/test_accumulation.py",
     "skip_limit": "tests/run/test_progress.py",
     "track": "tests/report/test_trackers.py",
     "project": "tests/report/test_trackers.py",

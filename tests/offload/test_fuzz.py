@@ -1,7 +1,7 @@
 """Random scenarios, each in some placement and with all state on the device: no bit may differ.
 
 Threads are held up at random, steps are skipped, accumulated, not finite; state and weights are saved and loaded in
-between. FUZZ_SECONDS sets how long it looks: ten seconds in the suite, ten minutes at night.
+between. FUZZ_SECONDS sets how long it looks: five seconds in the suite, ten minutes at night.
 """
 
 import os
@@ -17,7 +17,7 @@ from penstock.offload.host import HostHome
 from penstock.offload.stream import StreamHome
 from penstock.plan.split import Profile
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "10"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "5"))
 PLACEMENTS = ["stream", "host", {"gpu": 0.3, "stream": 0.4, "host": 0.3}, {"stream": 0.5, "host": 0.5}]
 LATE = ((StreamHome, "_update_now"), (StreamHome, "_prefetch_now"), (HostHome, "_begin"), (HostHome, "_send_up"))
 
