@@ -103,7 +103,7 @@ def test_the_curve_is_ours_to_rounding(found, name):
     """In fp32 CPUAdam and ours round differently by 1e-7; in bf16 DeepSpeed rounds weights half to even, ours away.
 
     Measured on the CPU: losses of about 5.5 differ by up to 2.9e-6 in fp32 and 8.1e-4 in bf16 after five steps. In bf16
-    the farthest weight is 1.94e-2 apart on two ranks: its gradient is near zero, and DeepSpeed rounds each micro-batch's.
+    the farthest weight is 1.94e-2 apart on two ranks: its gradient is near zero, and DeepSpeed rounds more often.
     """
     run = found[name]
     bf16 = SCENARIOS[name].get("dtype") == "bf16"
