@@ -150,7 +150,8 @@ def compare(changes, directory):
     if world.first:
         start = [p.detach().float() for p in build(NativeEngine, recipe).model.parameters()]
         found["moved"] = max(float((p - q).abs().max()) for p, q in zip(ours, start, strict=True))
-        found["apart"] = max(float((p - q).abs().max()) for p, q in zip(ours, theirs, strict=True))
+        apart = torch.cat([(p - q).abs().view(-1) for p, q in zip(ours, theirs, strict=True)]).sort().values
+        found["apart"], found["mostly_apart"] = float(apart[-1]), float(apart[-1 - len(apart) // 10_000])
     return found
 
 

@@ -103,17 +103,18 @@ def test_the_curve_is_ours_to_rounding(found, name):
     """In fp32 CPUAdam and ours round differently by 1e-7; in bf16 DeepSpeed rounds weights half to even, ours away.
 
     Measured on the CPU: losses of about 5.5 differ by up to 2.9e-6 in fp32 and 8.1e-4 in bf16 after five steps. In bf16
-    the farthest weight is 1.94e-2 apart on two ranks: its gradient is near zero, and DeepSpeed rounds more often.
+    one weight in ten thousand is left out: where a gradient is near zero a rounding turns AdamW's step around. DeepSpeed
+    beside itself, with the loss's gradient rounded once and twice, has such a one 1.8e-2 apart, and the others 4.4e-3.
     """
     run = found[name]
     bf16 = SCENARIOS[name].get("dtype") == "bf16"
-    loss, norm, apart = (2e-3, 5e-2, 1.95e-2) if bf16 else (2e-5, 5e-4, 1e-3)
+    loss, norm, apart = (2e-3, 5e-2, 5e-3) if bf16 else (2e-5, 5e-4, 1e-3)
     for ours, theirs in zip(run["ours"], run["theirs"], strict=True):
         assert theirs[0] == pytest.approx(ours[0], abs=loss)
         assert theirs[1] == pytest.approx(ours[1], rel=norm)
         assert not theirs[2]
     assert run["theirs_eval"] == pytest.approx(run["ours_eval"], abs=loss)
-    assert run["apart"] < apart < 2e-2 < run["moved"]
+    assert run["mostly_apart" if bf16 else "apart"] < apart < 2e-2 < run["moved"]
 
 
 @pytest.mark.parametrize("count", [2], indirect=True)

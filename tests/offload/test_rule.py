@@ -45,6 +45,8 @@ class SignDescent:
         return SignScalars(device)
 
     def update_(self, weight, gradient, state, coefficients):
+        # A copy: torch's stream sanitizer forgets a read of freed memory by its first address only.
+        coefficients = coefficients.clone()
         go = coefficients[GO] != 0
         g = gradient.float() * coefficients[SCALE]
         momentum = state["momentum"] * coefficients[BETA] + g * (1 - coefficients[BETA])

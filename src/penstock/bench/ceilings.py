@@ -105,6 +105,8 @@ def _link(device: torch.device) -> tuple[float, float, float]:
     on_device = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = Streams(device)
     lanes = (streams.lane("in"), streams.lane("out"))
+    for lane in lanes:
+        lane.wait(streams.main_mark())
 
     def copy_up() -> None:
         with lanes[0].work():
