@@ -128,7 +128,7 @@ ELSEWHERE = {
     "eval_split": "tests/data/test_loader.py",
     "device": "tests/machine/test_hardware.py",
     "reduce_dtype": "tests/engine/test_fsdp.py",
-    "accumulate_dtype": "tests/offload/test_accumulation.py",
+    "accumulate_dtype": "tests/engine/test_native.py",
     "skip_limit": "tests/run/test_progress.py",
     "track": "tests/report/test_trackers.py",
     "project": "tests/report/test_trackers.py",

@@ -104,11 +104,11 @@ def test_the_curve_is_ours_to_rounding(found, name):
 
     Measured on the CPU: losses of about 5.5 differ by up to 2.9e-6 in fp32 and 8.1e-4 in bf16 after five steps. In bf16
     one weight in ten thousand is left out: where a gradient is near zero a rounding turns AdamW's step around. DeepSpeed
-    beside itself, with the loss's gradient rounded once and twice, has such a one 1.8e-2 apart, and the others 4.4e-3.
+    beside itself, with the loss's gradient rounded once and twice, has one 1.8e-2 apart and those within 6.6e-3.
     """
     run = found[name]
     bf16 = SCENARIOS[name].get("dtype") == "bf16"
-    loss, norm, apart = (2e-3, 5e-2, 5e-3) if bf16 else (2e-5, 5e-4, 1e-3)
+    loss, norm, apart = (2e-3, 5e-2, 7e-3) if bf16 else (2e-5, 5e-4, 1e-3)
     for ours, theirs in zip(run["ours"], run["theirs"], strict=True):
         assert theirs[0] == pytest.approx(ours[0], abs=loss)
         assert theirs[1] == pytest.approx(ours[1], rel=norm)
