@@ -116,8 +116,6 @@ class PlanArgs(RecipeArgs):
     """GPUs that share the model."""
     host_memory: str = ""
     """Host memory, such as 480GiB: of the machine, whose GPUs share it; on a superchip, of one (gb200: of its two)."""
-    gpu_memory: str = ""
-    """Memory of one GPU, such as 80GiB."""
     link: str = ""
     """One-way peak between GPU and host, such as 450GB/s."""
     cores: int = 0

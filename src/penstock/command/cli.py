@@ -255,7 +255,8 @@ def plan(words: list[str]) -> int:
 
     if parsed.note:
         aside(parsed.note)
-    known = {"host_memory": args.host_memory, "gpu_memory": args.gpu_memory, "link": args.link, "cores": args.cores}
+    limit = "" if recipe.gpu_memory == "auto" else recipe.gpu_memory
+    known = {"host_memory": args.host_memory, "gpu_memory": limit, "link": args.link, "cores": args.cores}
     if args.gpu:
         machine = find_machine(args.gpu, **known)  # type: ignore[arg-type]
     else:

@@ -8,10 +8,10 @@ replaces it.
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass
 
 from penstock.errors import RecipeError, did_you_mean
+from penstock.recipe.lists import parse_size
 
 RESULTS = "benchmarks/results/2026-11-15-h200"
 MATRIX_SHARE = 784e12 / 989.4e12
@@ -199,13 +199,10 @@ def adjusted(
     return machine
 
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
 def parse_bytes(text: str, flag: str) -> int:
-    """480GiB, 128GB, 1.5TiB, or plain bytes; under a MiB of those is a unit that was forgotten."""
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", text.lower())
-    if not match or float(match[1]) * _UNITS[match[2] or ""] < 2**20:
+    """A size that a flag names."""
+    found = parse_size(text)
+    if found is None:
         remedy = "Such as 480GiB or 128GB; a rate is 450GB/s."
         raise RecipeError("is not a size", where=f"{flag} {text!r}", remedy=remedy)
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    return found

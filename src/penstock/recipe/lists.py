@@ -1,8 +1,9 @@
-"""Fields of a recipe that hold a list in one text: renamed columns, and data of several parts."""
+"""Fields of a recipe that hold more than a word in one text: renamed columns, data of several parts, shares, sizes."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,3 +71,13 @@ def parse_homes(text: str) -> str | dict[str, float] | None:
     known = set(shares) <= set(HOMES) and len(shares) == text.count(",") + 1
     whole = all(share > 0 for share in shares.values()) and math.isclose(sum(shares.values()), 1, abs_tol=0.005)
     return shares if known and whole else None
+
+
+_UNITS = {"": 1, "k": 10**3, "ki": 2**10, "m": 10**6, "mi": 2**20, "g": 10**9, "gi": 2**30, "t": 10**12, "ti": 2**40}
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of 480GiB, 128GB, 1.5TiB, or plain bytes; None of anything else, and of under a MiB: a unit was forgotten."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", text.lower())
+    found = float(match[1]) * _UNITS[match[2] or ""] if match else 0.0
+    return int(found) if found >= 2**20 else None

@@ -6,12 +6,13 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from penstock.recipe.lists import parse_columns, parse_homes, parse_parts
+from penstock.recipe.lists import parse_columns, parse_homes, parse_parts, parse_size
 
 if TYPE_CHECKING:
     from penstock.recipe.recipe import Recipe
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
+_WEIGHTS = re.compile(r"auto|resident|streamed|[1-9][0-9]*")
 _RECOMPUTE = re.compile(r"auto|none|(selected|full)(:[0-9]+)?")
 
 
@@ -68,6 +69,7 @@ def broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
          "Leave one of them out."),
         (r.mode != "zerooffload" or r.update != "in-backward", "update", "zerooffload updates after backward",
          "Leave one of them out."),
+        *_streaming_rules(r),
         *_deepspeed_rules(r),
         (parse_homes(r.homes) is not None, "homes",
          "must be auto, gpu, stream, host, or shares of them that add up to 1", "Such as gpu=0.5,stream=0.3,host=0.2."),
@@ -75,6 +77,28 @@ def broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (bool(r.project.strip()), "project", "must not be empty", "Leave it out for penstock."),
     ]  # fmt: skip
     return [(field, rule, remedy) for ok, field, rule, remedy in checks if not ok]
+
+
+def _streaming_rules(r: Recipe) -> list[tuple[bool, str, str, str]]:
+    """(kept, field, rule, remedy) of weights that flow, and of what goes with them."""
+    ours = r.engine == "penstock"
+    use_ours = "Leave it out, or use --engine penstock."
+    by_layer = r.weights not in ("auto", "resident") or r.order == "layers"
+    return [
+        (_WEIGHTS.fullmatch(r.weights) is not None, "weights", "must be auto, resident, streamed or a number of layers",
+         "Such as streamed, or 16."),
+        (r.gpu_memory == "auto" or parse_size(r.gpu_memory) is not None, "gpu_memory", "must be auto or a size",
+         "Such as 24GB or 22GiB."),
+        (ours or r.weights == "auto", "weights", "DeepSpeed's own is param_offload", use_ours),
+        (ours or r.order == "auto", "order", "DeepSpeed chooses this itself", use_ours),
+        (ours or r.inputs == "auto", "inputs", "DeepSpeed chooses this itself", use_ours),
+        (r.mode != "zerooffload" or r.weights in ("auto", "resident"), "weights",
+         "zerooffload keeps weights on the GPU", "Leave one of them out."),
+        (not by_layer or r.recompute in ("auto", "full"), "recompute",
+         "streamed weights and the order layers compute every layer again", "Leave it out."),
+        (r.inputs != "parked" or by_layer or r.weights == "auto", "inputs",
+         "only what is computed layer by layer is parked", "Add --order layers or --weights streamed."),
+    ]  # fmt: skip
 
 
 def _deepspeed_rules(r: Recipe) -> list[tuple[bool, str, str, str]]:
