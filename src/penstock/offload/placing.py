@@ -72,17 +72,24 @@ def place(
     check_homes(homes)
     near = near_cores(trained.device)
     cores = tuple(adam_cores(near, cpu_adam_cores))
-    bytes_after = _bytes_after(trained, profile)
-    need = _requirements(trained, format, profile, manner, bytes_after)
-    wholes = trained.whole_chunks(format)
-    if homes == "auto":
-        dealt = _choose(need, trained.device, wholes, profile, cores, chunk_size)
-    else:
-        shares = dict(homes) if isinstance(homes, Mapping) else {homes: 1.0}
-        dealt = deal([cut(whole, chunk_size or DEFAULT_CHUNK) for whole in wholes], shares)
+    away = trained.streamed
+    wholes = [whole for whole in trained.whole_chunks(format) if whole.parameter not in away]
+    dealt: Dealt = {"gpu": [], "stream": [], "host": []}
     room = None
-    if manner.prefetches and profile.bytes_after and dealt["stream"]:
-        room = prefetch_room(need, bytes_after, _sent(dealt, wholes))
+    if away:  # their weights lie in host memory, and are updated there
+        everything = [cut(whole, chunk_size or DEFAULT_CHUNK) for whole in trained.whole_chunks(format)]
+        dealt["host"] = [chunk for chunks in everything for chunk in chunks if chunk.parameter in away]
+    if wholes:
+        bytes_after = _bytes_after(trained, profile)
+        need = _requirements(trained, format, profile, manner, bytes_after)
+        if homes == "auto":
+            here = _choose(need, trained.device, wholes, profile, cores, chunk_size)
+        else:
+            shares = dict(homes) if isinstance(homes, Mapping) else {homes: 1.0}
+            here = deal([cut(whole, chunk_size or DEFAULT_CHUNK) for whole in wholes], shares)
+        if manner.prefetches and profile.bytes_after and here["stream"]:
+            room = prefetch_room(need, bytes_after, _sent(here, wholes))
+        dealt = {name: here[name] + dealt[name] for name in dealt}
     return Placement(dealt, cores, room)
 
 
@@ -90,7 +97,7 @@ def _requirements(
     trained: Trained, format: StateFormat, profile: Profile, manner: Manner, bytes_after: Sequence[float]
 ) -> Requirements:
     """Unknown activations: a quarter of the GPU."""
-    shards = [local(p) for p in trained.parameters]
+    shards = [local(p) for index, p in enumerate(trained.parameters) if index not in trained.streamed]
     num_params = sum(p.numel() for p in shards)
     if profile.activation_bytes is None:
         device = trained.device

@@ -26,6 +26,10 @@ DEFAULT_CHUNK = 1 << 24
 """Elements in a chunk where the link is not known, and the most: 160 MiB of fp32 state."""
 STAGING = NUM_SLOTS * DEFAULT_CHUNK
 """Elements for which room is left in the slots, whatever the link: a faster one must not leave less for state."""
+UNIT_SLOTS = 3
+"""Units whose weights are on the GPU while they stream: one computes, one arrives, one to absorb jitter."""
+PREFETCHED_INPUTS = 2
+"""Parked inputs that are on the GPU, or on their way, before backward wants them."""
 CHUNK_SECONDS = 4.2e-3
 """What a chunk should take on the link: long against the start of a copy, short against a layer's forward."""
 STREAM_QUEUE = 16
