@@ -59,7 +59,7 @@ class LayerByLayer:
         self._tied = bool(packed.decoder.tied)
 
     def run(self, batches: Sequence[MicroBatch], trained: int, held: Held, *, last: bool = True) -> Tensor:
-        """The loss, a mean over `trained` tokens. Inside `held()` no gradient is final; with `last` all are in the end."""
+        """The loss, a mean over `trained` tokens. In `held()` no gradient is final; with `last` all are at the end."""
         try:
             with self._timeline.on_device("forward"):
                 passes = self._forward(batches)

@@ -213,6 +213,11 @@ class NativeEngine:
         if self._weights is not None:  # the model answers and is exported, through the same slots
             self._weights.updated = lambda module: None
 
+    def drop_weights(self) -> None:
+        """Give back what weights stream through, after `release`: nobody calls the model any more."""
+        if self._weights is not None:
+            self._weights.close()
+
 
 def module_names(model: nn.Module) -> dict[nn.Module, str]:
     """What a person would call the parts of a model."""

@@ -17,6 +17,7 @@ from penstock.data.loader import MicroBatch
 from penstock.engine.layerwise import LayerByLayer
 from penstock.engine.packed import PackedModel
 from penstock.engine.ranks import World
+from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.hardware import pick_compile
 from penstock.offload.dtensors import all_say, is_streamed, local
 from penstock.plan.split import Manner, Profile
@@ -100,7 +101,7 @@ def try_once(
             bytes_after = {}
             # Activations go while gradients come, so that it may fit where the sum of both does not. Ranks do not try:
             # one that ran out of memory would leave the others waiting, as would one that does not go along.
-            if not sharded or all_say(kept_bytes < torch.cuda.mem_get_info(packed.device)[0], parameters[0]):
+            if not sharded or all_say(kept_bytes < gpu_room(packed.device)[0], parameters[0]):
                 with suppress(torch.OutOfMemoryError):
                     watch.start()
                     packed.loss_sum(batch).backward()

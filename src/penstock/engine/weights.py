@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from penstock.engine.ranks import World
 from penstock.errors import RecipeError
@@ -23,6 +23,8 @@ from penstock.flow.transfers import Link, link_of
 from penstock.flow.unit_slots import UnitSlots
 from penstock.machine.hardware import near_cores
 from penstock.model.decoder import find_decoder
+from penstock.model.load import load_model
+from penstock.model.load_rows import draw_model
 from penstock.offload.dtensors import lies_at, lies_here
 from penstock.plan.layout import UNIT_SLOTS, padded
 from penstock.recipe.recipe import Recipe
@@ -30,7 +32,7 @@ from penstock.recipe.recipe import Recipe
 
 def num_streamed(recipe: Recipe, num_layers: int) -> int:
     """How many decoder layers stream, the last ones. `auto`, if nobody has planned, is none."""
-    if recipe.weights in ("auto", "resident"):
+    if not streams(recipe):
         return 0
     count = num_layers if recipe.weights == "streamed" else int(recipe.weights)
     if count > num_layers:
@@ -40,9 +42,14 @@ def num_streamed(recipe: Recipe, num_layers: int) -> int:
     return count
 
 
+def streams(recipe: Recipe) -> bool:
+    """Whether weights of any layer do, so that the model is loaded to host memory."""
+    return recipe.weights not in ("auto", "resident")
+
+
 def layer_by_layer(recipe: Recipe) -> bool:
     """Whether steps are computed layer by layer, each layer again in backward from its saved input."""
-    return recipe.weights not in ("auto", "resident") or recipe.order == "layers"
+    return streams(recipe) or recipe.order == "layers"
 
 
 class _Unit:
@@ -169,6 +176,16 @@ class StreamedWeights:
             self._leave(number, stale=False)
 
 
+def load_to_stream(
+    recipe: Recipe, config: PreTrainedConfig, device: torch.device, say: Callable[[str], None]
+) -> PreTrainedModel:
+    """The model in host memory, from where `stream_weights` takes it."""
+    host = torch.device("cpu")
+    if recipe.init == "random" and device != host:
+        return draw_model(recipe, config, host, device, say)
+    return load_model(recipe, config, host, say)
+
+
 def stream_weights(
     model: PreTrainedModel, recipe: Recipe, device: torch.device | None, world: World
 ) -> StreamedWeights | None:
@@ -192,4 +209,7 @@ def stream_weights(
             p.data = p.data.to(device)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
+    for module in model.modules():  # frequencies of rotary positions: the host computes other last bits
+        if any(True for _ in module.buffers(recurse=False)) and not any(True for _ in module.parameters()):
+            model._init_weights(module)
     return weights

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from penstock.errors import DoesNotFit
+from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.hardware import CPU_ADAM_CORES, adam_cores, available_host_bytes, describe, near_cores
 from penstock.offload.dtensors import local
 from penstock.offload.misuse import check_homes
@@ -101,7 +102,7 @@ def _requirements(
     num_params = sum(p.numel() for p in shards)
     if profile.activation_bytes is None:
         device = trained.device
-        assumed = torch.cuda.get_device_properties(device).total_memory // 4 if device.type == "cuda" else 0
+        assumed = gpu_room(device)[1] // 4 if device.type == "cuda" else 0
         profile = replace(profile, activation_bytes=assumed)
     state_bytes = sum(format.num_bytes(p.numel(), p.itemsize) for p in shards)
     model = ModelBytes(num_params, state_bytes / num_params, sum(p.nbytes for p in shards) / num_params)
@@ -143,7 +144,7 @@ def _choose(
     everything = deal([cut(whole, max(1, whole.size)) for whole in wholes], {"gpu": 1.0})
     if device.type != "cuda":
         return everything
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = gpu_room(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     room = Room(free + cached - gpu_reserve(total), (available_host_bytes() - HOST_RESERVE) // profile.ranks_here)
     if room.gpu_bytes >= need.kept_bytes + need.num_params * state_bytes:
