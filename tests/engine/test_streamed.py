@@ -96,8 +96,8 @@ def test_layers_before_rows_in_every_format_and_update(states, clip, device):
 def test_rows_before_layers(device):
     """Sums of gradients in the order of rows, or of layers, are the same sums here."""
     base = run(recipe_of(order="rows"), device)
-    for name, flow in FLOWS.items():
-        assert_same(run(recipe_of(**(flow | {"order": "rows"})), device), base), name
+    for name in ("streamed", "parked", "one of two"):
+        assert_same(run(recipe_of(order="rows", **FLOWS[name]), device), base), name
 
 
 def test_fp32_weights_stream_too():
