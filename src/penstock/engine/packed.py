@@ -57,16 +57,20 @@ class PackedModel:
         """What the head is given."""
         return hidden_states(self.decoder, rows.batch.input_ids, rows.batch.position_ids, rows.segments)
 
-    def loss_of(self, hidden: Tensor, rows: Rows) -> Tensor:
+    def chosen(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """Of hidden states those that are trained on."""
+        return hidden.flatten(0, 1).index_select(0, rows.batch.target_index)
+
+    def head_loss(self, chosen: Tensor, targets: Tensor) -> Tensor:
         """Sum of the losses of the trained tokens, from what the head is given."""
-        return head_loss(self.decoder.head, hidden, rows.batch.target_index, rows.batch.targets)
+        return head_loss(self.decoder.head, chosen, targets)
 
     def loss_sum(self, batch: MicroBatch) -> Tensor:
         """Sum of the losses of the trained tokens."""
         rows = self.rows(batch)
 
         def loss(input_ids: Tensor) -> Tensor:
-            return self.loss_of(self.hidden_states(rows), rows)
+            return self.head_loss(self.chosen(self.hidden_states(rows), rows), rows.batch.targets)
 
         # FSDP2 begins and ends a pass where the whole model is called; forward here calls its parts.
         sharded = isinstance(self.model, FSDPModule)
