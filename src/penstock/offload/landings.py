@@ -35,7 +35,7 @@ class Landings:
 
     def take(self, chunk: Chunk) -> tuple[Tensor, Mark]:
         """The gradient of this step, and when it is there."""
-        return self._places[chunk], self._arrived.pop(chunk)
+        return self._places[chunk], self._arrived.pop(chunk, Mark())
 
     def clear(self) -> None:
         """Let go of the arena."""
