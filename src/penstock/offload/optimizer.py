@@ -310,7 +310,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def wait_for_update(self, module: nn.Module) -> None:
         """For a thread that streams the weights of a unit: they are those of the last step then, where they live."""
-        next(unit for unit in self._units if unit.module is module).wait_on_host()
+        next(unit for unit in self._units if unit.module is module).settle()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

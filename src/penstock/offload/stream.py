@@ -109,8 +109,7 @@ class StreamHome:
         self._lane.wait(arrived)  # or the kernel would read what was in the slot before
         updated = update_on_device(self._lane, self._rule, update, view_state(chunk, memory))
         self._lane.uses(memory)
-        deadline = self._deadlines[chunk.parameter]
-        gone = self._link.to_host.copy(self._state[chunk], memory, deadline=deadline, after=updated).result()
+        gone = self._send(chunk, self._state[chunk], memory, updated)
         self._home_again[chunk] = gone
         if slot is not None:
             slot.free = gone
@@ -129,28 +128,30 @@ class StreamHome:
         starts = (0, padded(sizes[0]), padded(sizes[0]) + padded(sizes[1]))
         state, *copies = (slot.memory[start : start + size] for start, size in zip(starts, sizes, strict=True))
         weight, gradient = (copy.view(DTYPES[chunk.weight_bytes]) for copy in copies)
-        deadline, way_in = self._deadlines[chunk.parameter], self._link.to_device
-        self._lane.wait(self._copy_in(chunk, state, None))  # or the kernel would read what was in the slot before
-        self._lane.wait(way_in.copy(weight, update.weight, deadline=deadline).result())
+        self._copy_in(chunk, state, None)
+        arrived = self._bring(chunk, weight, update.weight)
         if landed is not None:
-            self._lane.wait(way_in.copy(gradient, landed[0], deadline=deadline, after=landed[1]).result())
+            arrived = self._bring(chunk, gradient, *landed)
             update = dataclasses.replace(update, gradient=gradient)
+        self._lane.wait(arrived)  # one lane: what was given later arrives later
         here = dataclasses.replace(update, weight=weight)
         updated = update_on_device(self._lane, self._rule, here, view_state(chunk, state))
-        out = self._link.to_host
-        ways = [
-            out.copy(*way, deadline=deadline, after=updated)
-            for way in ((self._state[chunk], state), (update.weight, weight))
-        ]
-        _, gone = (way.result() for way in ways)  # one lane: what was given later is gone later
-        self._home_again[chunk] = slot.free = gone
+        self._send(chunk, self._state[chunk], state, updated)
+        self._home_again[chunk] = slot.free = gone = self._send(chunk, update.weight, weight, updated)
         return gone
 
     def _copy_in(self, chunk: Chunk, memory: Tensor, free: Mark | None) -> Mark:
         self._home_again.get(chunk, Mark()).wait_on_host()  # or, of few chunks, it would set out before it came home
+        return self._bring(chunk, memory, self._state[chunk], free)
+
+    def _bring(self, chunk: Chunk, memory: Tensor, source: Tensor, after: Mark | None = None) -> Mark:
+        marks = () if after is None else (after,)
         deadline = self._deadlines[chunk.parameter]
-        after = () if free is None else free
-        return self._link.to_device.copy(memory, self._state[chunk], deadline=deadline, after=after).result()
+        return self._link.to_device.copy(memory, source, deadline=deadline, after=marks).result()
+
+    def _send(self, chunk: Chunk, home: Tensor, memory: Tensor, updated: Mark) -> Mark:
+        deadline = self._deadlines[chunk.parameter]
+        return self._link.to_host.copy(home, memory, deadline=deadline, after=updated).result()
 
     def state(self, chunk: Chunk) -> Tensor:
         """In the arena, once everything is home. It may be written, so that what was prefetched is void."""

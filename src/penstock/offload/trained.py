@@ -60,7 +60,7 @@ class TrainedUnit:
             updates.made = []  # it is told of once
             raise failed
 
-    def wait_on_host(self) -> None:
+    def settle(self) -> None:
         """Return once this unit's weights are those of the last step, where they live."""
         for update in self.updates.made:
             update.result().wait_on_host()
