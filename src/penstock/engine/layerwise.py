@@ -212,7 +212,5 @@ def _called(layer: nn.Module, hidden: Tensor, call: _Call) -> Tensor:
 
 def _list_of(backbone: nn.Module, layers: Sequence[nn.Module]) -> nn.ModuleList:
     """The module that the model takes its layers from."""
-    for module in backbone.modules():
-        if isinstance(module, nn.ModuleList) and tuple(module) == tuple(layers):
-            return module
-    raise AssertionError("the layers were found in a list")
+    lists = (module for module in backbone.modules() if isinstance(module, nn.ModuleList))
+    return next(found for found in lists if tuple(found) == tuple(layers))

@@ -8,7 +8,7 @@ is tried with and without, and keeps its product unless all gradients are the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,31 +40,31 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]
 _unneeded.register_autograd(_backward, setup_context=_save)
 
 
-class _LeftOut:
-    """A linear layer's forward: without gradients the product, with gradients memory of its shape."""
+class _LastLinear(nn.Linear):
+    """A linear layer that gives its product without gradients, and with gradients memory of its shape.
 
-    def __init__(self, linear: nn.Linear) -> None:
-        self._weight: Callable[[], Tensor] = lambda: linear.weight
+    A class and not another forward of its own: what is compiled for one of them serves all.
+    """
 
-    def __call__(self, x: Tensor) -> Tensor:
-        weight = self._weight()
+    def forward(self, x: Tensor) -> Tensor:
+        """As `nn.Linear`, where the value is needed."""
         if not torch.is_grad_enabled():
-            return nn.functional.linear(x, weight)
-        product: Tensor = _unneeded(x, weight)
+            return nn.functional.linear(x, self.weight)
+        product: Tensor = _unneeded(x, self.weight)
         return product
 
 
 def keep_last_products(layers: Sequence[nn.Module]) -> None:
     """Undo what `leave_out_last_product` did."""
     for module in (module for layer in layers for module in layer.modules()):
-        if isinstance(vars(module).get("forward"), _LeftOut):
-            del module.forward
+        if isinstance(module, _LastLinear):
+            module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def leave_out_last_product(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Leave it out when gradients are wanted, if they stay the same for this call; whether they did."""
     called: list[nn.Linear] = []
-    linears = [m for m in layer.modules() if isinstance(m, nn.Linear) and m.bias is None]
+    linears = [m for m in layer.modules() if type(m) is nn.Linear and m.bias is None]
     hooks = [m.register_forward_hook(lambda module, *_: called.append(module)) for m in linears]
     try:
         with_it = _gradients(layer, args, kwargs)
@@ -74,11 +74,11 @@ def leave_out_last_product(layer: nn.Module, args: tuple[Any, ...], kwargs: dict
     if not called or called.count(called[-1]) > 1:
         return False
     last = called[-1]
-    vars(last)["forward"] = _LeftOut(last)
+    last.__class__ = _LastLinear
     without = _gradients(layer, args, kwargs)
     same = all(map(_same, with_it, without))
     if not same:
-        del last.forward
+        last.__class__ = nn.Linear
     return same
 
 
