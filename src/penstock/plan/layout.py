@@ -10,7 +10,7 @@ What comes and goes within a step (activations, the loss's chunks of logits) is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
@@ -26,6 +26,10 @@ DEFAULT_CHUNK = 1 << 24
 """Elements in a chunk where the link is not known, and the most: 160 MiB of fp32 state."""
 STAGING = NUM_SLOTS * DEFAULT_CHUNK
 """Elements for which room is left in the slots, whatever the link: a faster one must not leave less for state."""
+UNIT_SLOTS = 3
+"""Units whose weights are on the GPU while they stream: one computes, one arrives, one to absorb jitter."""
+PREFETCHED_INPUTS = 2
+"""Parked inputs that are on the GPU, or on their way, before backward wants them."""
 CHUNK_SECONDS = 4.2e-3
 """What a chunk should take on the link: long against the start of a copy, short against a layer's forward."""
 STREAM_QUEUE = 16
@@ -191,9 +195,31 @@ def cut(whole: Chunk, chunk_size: int) -> list[Chunk]:
     return [replace(whole, start=at, size=min(step, whole.size - at)) for at in range(0, whole.size, step)]
 
 
-def model_buffers(sizes: Sequence[int], weight_bytes: int, *, place: Place = "gpu") -> list[Buffer]:
-    """Weights, and the sums from which the global norm is made."""
-    return [Buffer("weights", place, weight_bytes * sum(sizes)), Buffer("norm", place, 8 * num_sums(sizes))]
+def model_buffers(
+    sizes: Sequence[int], weight_bytes: int, *, place: Place = "gpu", streamed: Collection[int] = ()
+) -> list[Buffer]:
+    """Resident weights, all but those with the numbers `streamed`, and the sums from which the global norm is made."""
+    resident = sum(size for index, size in enumerate(sizes) if index not in streamed)
+    return [Buffer("weights", place, weight_bytes * resident), Buffer("norm", place, 8 * num_sums(sizes))]
+
+
+def unit_bytes(sizes: Sequence[int], weight_bytes: int) -> int:
+    """Bytes that a unit takes in an arena and in a slot: its parameters, given by their elements, one after another."""
+    return sum(padded(size * weight_bytes) for size in sizes)
+
+
+def unit_buffers(units: Sequence[Sequence[int]], weight_bytes: int, *, place: Place = "gpu") -> list[Buffer]:
+    """Of units that stream, each given by the elements of its parameters: where they lie, and where they compute."""
+    if not units:
+        return []
+    sizes = [unit_bytes(unit, weight_bytes) for unit in units]
+    slots = min(UNIT_SLOTS, len(units)) * max(sizes)
+    return [Buffer("unit slots", place, slots), Buffer("streamed weights", "host", sum(sizes))]
+
+
+def parked_bytes(layers: int, rows: int, row_elements: int, item_bytes: int) -> int:
+    """The arena of parked inputs: one of every layer and row."""
+    return layers * rows * padded(row_elements * item_bytes)
 
 
 def num_spans(size: int) -> int:
@@ -206,28 +232,35 @@ def num_sums(sizes: Sequence[int]) -> int:
     return 1 << max(0, sum(map(num_spans, sizes)) - 1).bit_length()
 
 
-def state_buffers(dealt: Mapping[HomeName, Sequence[Chunk]], *, on_gpu: bool = True) -> list[Buffer]:
-    """State by home, staging slots and arenas.
+def state_buffers(
+    dealt: Mapping[HomeName, Sequence[Chunk]], *, on_gpu: bool = True, streamed: Collection[int] = ()
+) -> list[Buffer]:
+    """State by home, staging slots and arenas. `streamed`: parameters whose weights lie in host memory.
 
-    Without a GPU everything is in host memory, and `host` updates weights and gradients where they are, so that it
-    keeps no copies of them.
+    Those need no copy of the weight, and the gradient lands in host memory whatever the home; in `stream` both travel
+    with the state. Without a GPU everything is in host memory, and `host` updates weights and gradients where they are,
+    so that it keeps no copies of them.
     """
     device: Place = "gpu" if on_gpu else "host"
     found: list[Buffer] = []
-    resident, streamed, on_host = (dealt.get(name, ()) for name in ("gpu", "stream", "host"))
+    resident, travelling, on_host = (dealt.get(name, ()) for name in ("gpu", "stream", "host"))
 
     if resident:
         found.append(Buffer("resident state", device, sum(chunk.state_bytes for chunk in resident)))
-    if streamed:
-        arena = sum(padded(chunk.state_bytes) for chunk in streamed)
+    if travelling:
+        arena = sum(padded(chunk.state_bytes) for chunk in travelling)
+        slot = max(c.state_bytes + (2 * c.copy_bytes if c.parameter in streamed else 0) for c in travelling)
         found.append(Buffer("streamed state", "host", max(ALIGNMENT, arena)))
-        found.append(Buffer("staging", device, NUM_SLOTS * max(chunk.state_bytes for chunk in streamed)))
+        found.append(Buffer("staging", device, NUM_SLOTS * slot))
     if on_host:
-        copies = 2 * sum(padded(chunk.copy_bytes) for chunk in on_host) if on_gpu else 0
+        copies = sum(padded(chunk.copy_bytes) for chunk in on_host if chunk.parameter not in streamed)
         arena = sum(padded(chunk.state_bytes) for chunk in on_host)
         found.append(Buffer("host state", "host", max(ALIGNMENT, arena)))
-        if copies:
-            found.append(Buffer("pinned copies", "host", copies))
+        if copies and on_gpu:
+            found.append(Buffer("pinned copies", "host", 2 * copies))
+    landings = sum(padded(c.copy_bytes) for c in (*travelling, *on_host) if c.parameter in streamed)
+    if landings and on_gpu:
+        found.append(Buffer("gradient landings", "host", landings))
     return found
 
 
