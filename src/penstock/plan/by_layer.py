@@ -11,8 +11,9 @@ was rejected: on an H200 streamed weights cost llama-8b 0.3 % and qwen3-14b 1.2 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
 from penstock.plan.job import Crossing
@@ -79,12 +80,12 @@ class LayerStep:
         """Of one layer."""
         return sum(p.size for p in layer_parameters(self.architecture))
 
-    @property
+    @cached_property
     def streamed_params(self) -> int:
         """Those whose weights lie in host memory."""
         return self.streamed * self.layer_params
 
-    @property
+    @cached_property
     def resident_params(self) -> int:
         """All others."""
         return self.architecture.num_parameters() - self.streamed_params
@@ -168,11 +169,9 @@ class Phase:
     in_bytes: float
     out_bytes: float
 
-    def exposed(self, rates: Rates, host_params: float = 0.0, in_bytes: float = 0.0, out_bytes: float = 0.0) -> float:
-        """What is not hidden of this, of updates on the CPU, and of so much more on the link."""
-        incoming = (self.in_bytes + in_bytes) / rates.link_bytes_per_s
-        outgoing = (self.out_bytes + out_bytes) / rates.link_bytes_per_s
-        return max(0.0, max(incoming, outgoing, host_params / rates.host_params_per_s) - self.seconds)
+    def exposed(self, rates: Rates) -> float:
+        """What is not hidden of it."""
+        return max(0.0, max(self.in_bytes, self.out_bytes) / rates.link_bytes_per_s - self.seconds)
 
 
 @dataclass(frozen=True)
@@ -185,13 +184,13 @@ class LayerTraffic:
     arithmetic: Arithmetic
     """Of the whole step."""
 
-    @property
+    @cached_property
     def forward(self) -> Phase:
         """Of one pass: weights come, inputs go. The head comes last and hides nothing."""
         seconds = (self.arithmetic.forward_s - self.arithmetic.head_s) / self.step.passes
         return Phase(seconds, float(self._b * self.step.streamed_params), self._parked)
 
-    @property
+    @cached_property
     def backward(self) -> Phase:
         """Of one pass: weights come again but for those that stayed, and inputs."""
         again = max(0, self.step.streamed - UNIT_SLOTS) * self.step.layer_params
@@ -200,19 +199,31 @@ class LayerTraffic:
 
     def exposed_seconds(self, homes: Homes, rates: Rates) -> float:
         """What nothing hides: updates under the first forward or the last backward, and every pass's own traffic."""
-        forward, backward, updates = self.forward, self.backward, self._updates(homes)
-        incoming, outgoing = sum(c.in_bytes for c in updates), sum(c.out_bytes for c in updates)
-        down = self._gradients(homes)
-        plain = (self.step.passes - 1) * (forward.exposed(rates) + backward.exposed(rates))
-        if not self.step.manner.overlap:  # the baseline: updates follow backward
-            cpu = homes.all.host / rates.host_params_per_s
-            both = (incoming + outgoing + down) / rates.link_bytes_per_s
-            return plain + forward.exposed(rates) + backward.exposed(rates) + both + cpu
-        if self.step.manner.in_backward:
-            last = backward.exposed(rates, homes.all.host, incoming, outgoing + down)
-            return plain + forward.exposed(rates) + last
-        first = forward.exposed(rates, homes.all.host, incoming, outgoing)
-        return plain + first + backward.exposed(rates, out_bytes=down)
+        (_, stream, host, _), (_, with_weights, in_place, _) = astuple(homes.resident), astuple(homes.streamed)
+        return self._exposed(rates)(stream, host, with_weights, in_place)
+
+    def _exposed(self, rates: Rates) -> Callable[[float, float, float, float], float]:
+        """The same as a function of resident parameters in `stream` and `host`, and of streamed ones."""
+        forward, backward, manner = self.forward, self.backward, self.step.manner
+        b, s, link, cpu = self._b, self.state_bytes, rates.link_bytes_per_s, rates.host_params_per_s
+        own = forward.exposed(rates) + backward.exposed(rates)
+        plain, streamed = (self.step.passes - 1) * own, b * self.step.streamed_params
+
+        def exposed(stream: float, host: float, with_weights: float, in_place: float) -> float:
+            incoming = s * stream + b * host + (s + 2 * b) * with_weights
+            outgoing = s * stream + (s + b) * with_weights
+            down, updates = streamed + b * host, (host + in_place) / cpu
+            if not manner.overlap:  # the baseline: updates follow backward
+                return plain + own + (incoming + outgoing + down) / link + updates
+            phase, other = (backward, forward) if manner.in_backward else (forward, backward)
+            late = max((phase.in_bytes + incoming) / link, (phase.out_bytes + outgoing) / link, updates)
+            if manner.in_backward:
+                late = max(late, (phase.out_bytes + outgoing + down) / link)
+                return plain + max(0.0, late - phase.seconds) + other.exposed(rates)
+            last = max(other.in_bytes, other.out_bytes + down) / link
+            return plain + max(0.0, late - phase.seconds) + max(0.0, last - other.seconds)
+
+        return exposed
 
     def crossings(self, homes: Homes) -> tuple[Crossing, ...]:
         """All of a step, by what it is."""
@@ -251,42 +262,48 @@ class LayerTraffic:
         )
 
 
-def split_layers(
-    traffic: LayerTraffic, need: Requirements, room: Room, rates: Rates, shares: dict[str, float] | None
-) -> Homes | None:
-    """The homes with the least exposed time; of equals those nearest to streamed layers in `host`, others not.
+def split_layers(traffic: LayerTraffic, need: Requirements, room: Room, rates: Rates) -> Homes | None:
+    """The homes with the least exposed time. None if nothing fits.
 
-    `shares`: homes that the recipe names. None if nothing fits.
+    By the parameters in `host`, of which those that stream come first; the GPU takes as much of the rest as fits. Of
+    equals the one that is nearest to streamed layers in `host` and others elsewhere.
     """
-    best: Homes | None = None
-    for homes in _named(traffic, shares) if shares else _candidates(traffic, need, room):
-        r, s = homes.resident, homes.streamed
-        on_gpu = r.gpu * need.state_bytes + need.peak_bytes(r.host)
-        on_host = (r.stream + r.host + s.stream + s.host) * need.state_bytes
-        on_host += need.weight_bytes * (2 * r.host + s.stream + s.host)
-        if r.gpu < 0 or on_gpu > room.gpu_bytes * (1 + 1e-12) or on_host > room.host_bytes:
+    away, here = float(traffic.step.streamed_params), float(traffic.step.resident_params)
+    state, b = need.state_bytes, need.weight_bytes
+    exposed_with, best, least = traffic._exposed(rates), None, math.inf
+    on_gpu = max(0.0, room.gpu_bytes - need.peak_bytes(here))
+    if need.peak_bytes(here) > room.gpu_bytes or (here + away) * state + away * b - on_gpu > room.host_bytes:
+        return None
+    hosts = {away, *((away + here) * step / STEPS for step in range(STEPS + 1))}
+    for in_host in sorted(hosts, key=lambda host: abs(host - away)):
+        in_place = min(away, in_host)
+        host, with_weights = in_host - in_place, away - in_place
+        gpu = min(here - host, (room.gpu_bytes - need.peak_bytes(host)) / state)
+        on_host = (here + away - gpu) * state + b * (2 * host + away)
+        if gpu < 0 or on_host > room.host_bytes:
             continue
-        exposed = traffic.exposed_seconds(homes, rates)
-        if best is None or exposed < best.resident.exposed_seconds - 1e-9:
-            best = replace(homes, resident=replace(r, exposed_seconds=exposed))
-    return best
+        exposed = exposed_with(here - host - gpu, host, with_weights, in_place)
+        if exposed < least - 1e-9:
+            best, least = (gpu, here - host - gpu, host, with_weights, in_place), exposed
+    if best is None:
+        return None
+    gpu, stream, host, with_weights, in_place = best
+    return Homes(Split(gpu, stream, host, least), Split(0.0, with_weights, in_place, 0.0))
 
 
-def _candidates(traffic: LayerTraffic, need: Requirements, room: Room) -> Iterator[Homes]:
-    """By the parameters in `host`, of which those that stream come first; the GPU takes as much of the rest as fits."""
-    away, here = traffic.step.streamed_params, traffic.step.resident_params
-    hosts = {float(away), *((away + here) * step / STEPS for step in range(STEPS + 1))}
-    for host in sorted(hosts, key=lambda host: abs(host - away)):
-        of_streamed = min(float(away), host)
-        of_resident = host - of_streamed
-        gpu = min(here - of_resident, (room.gpu_bytes - need.peak_bytes(of_resident)) / need.state_bytes)
-        resident = Split(gpu, here - of_resident - gpu, of_resident, 0.0)
-        yield Homes(resident, Split(0.0, away - of_streamed, of_streamed, 0.0))
-
-
-def _named(traffic: LayerTraffic, shares: dict[str, float]) -> Iterator[Homes]:
-    away, here = traffic.step.streamed_params, traffic.step.resident_params
-    yield Homes(_of(here, shares), _of(away, streamed_shares(shares)))
+def named_layers(
+    traffic: LayerTraffic, need: Requirements, room: Room, rates: Rates, shares: dict[str, float]
+) -> Homes | None:
+    """Homes that the recipe names, if they fit."""
+    resident = _of(traffic.step.resident_params, shares)
+    streamed = _of(traffic.step.streamed_params, streamed_shares(shares))
+    on_gpu = resident.gpu * need.state_bytes + need.peak_bytes(resident.host)
+    on_host = (resident.stream + resident.host + traffic.step.streamed_params) * need.state_bytes
+    on_host += need.weight_bytes * (2 * resident.host + traffic.step.streamed_params)
+    if on_gpu > room.gpu_bytes or on_host > room.host_bytes:
+        return None
+    exposed = traffic.exposed_seconds(Homes(resident, streamed), rates)
+    return Homes(replace(resident, exposed_seconds=exposed), streamed)
 
 
 def streamed_shares(shares: dict[str, float]) -> dict[str, float]:

@@ -91,6 +91,11 @@ class Settings:
         return self.streamed > 0 or self.order == "layers"
 
 
+def weights_word(streamed: int, layers: int) -> str:
+    """As a recipe says it."""
+    return {0: "resident", layers: "streamed"}.get(streamed, str(streamed))
+
+
 @dataclass(frozen=True)
 class Crossing:
     """Bytes of a kind that cross the link in a step."""

@@ -47,7 +47,7 @@ from penstock.plan.memory import (
     sharded_bytes,
 )
 from penstock.plan.placement import Dealt, deal
-from penstock.plan.shares import choose_split, chunk_size_of, split_of_layers
+from penstock.plan.shares import choose_split, chunk_size_of, room_for_layers, split_of_layers
 from penstock.plan.split import Manner, ModelBytes, Profile, Rates, Requirements, Room, Split, requirements
 
 QUEUE = "gradients in the queue"
@@ -318,19 +318,31 @@ def _rates(machine: Machine, gpus: int) -> Rates:
     return Rates(link, machine.host_params_per_s / sharing_a_host(machine, gpus))
 
 
+def _layer_step(job: Job, settings: Settings) -> LayerStep:
+    manner = Manner(job.in_backward, job.overlap, accumulate_dtype=job.accumulate_dtype)
+    rows = min(settings.micro_batch, job.batch_size)
+    work = Work(rows, job.length, "full", job.attention, job.dtype_bytes, job.compiled)
+    parked = settings.inputs == "parked"
+    return LayerStep(job.architecture, work, job.batch_size, settings.streamed, settings.order, parked, manner)
+
+
+def has_gpu_room(job: Job, settings: Settings, machine: Machine) -> bool:
+    """Whether the GPU holds a step layer by layer if all state is elsewhere. Where there is one memory, no matter."""
+    step, format = _layer_step(job, settings), FORMATS[settings.states]
+    need = step.requirements(format.bytes_per_element(job.dtype_bytes), 0.0)
+    room = room_for_layers(job, step, format, rooms(job, machine, 1))
+    return machine.one_memory or need.peak_bytes(need.num_params) <= room.gpu_bytes
+
+
 def _predict_by_layer(job: Job, settings: Settings, machine: Machine) -> Plan:
     """The same where layers are computed one by one."""
     b, format = job.dtype_bytes, FORMATS[settings.states]
     rank = _rank(job, replace(settings, recompute="full"), machine, 1)
     settings = replace(settings, micro_batch=rank.micro_batch, recompute="full")
-    manner = Manner(job.in_backward, job.overlap, accumulate_dtype=job.accumulate_dtype)
-    work = Work(rank.micro_batch, job.length, "full", job.attention, b, job.compiled)
-    parked = settings.inputs == "parked"
-    step = LayerStep(job.architecture, work, rank.rows, settings.streamed, settings.order, parked, manner)
-    state = format.bytes_per_element(b)
+    step, state = _layer_step(job, settings), format.bytes_per_element(b)
     traffic, rates, room = LayerTraffic(step, state, rank.step), _rates(machine, 1), rooms(job, machine, 1)
     need = step.requirements(state, traffic.forward.seconds)
-    homes = split_of_layers(job, machine, traffic, need, room, rates, format)
+    homes = split_of_layers(job, machine, traffic, need, room_for_layers(job, step, format, room), rates)
     has_room = homes is not None
     homes = homes or Homes(Split(0, 0, step.resident_params, 0.0), Split(0, 0, step.streamed_params, 0.0))
     peak = need.peak_bytes(homes.resident.host)

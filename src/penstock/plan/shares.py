@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.machine.known import Machine
-from penstock.plan.by_layer import Homes, LayerTraffic, split_layers
+from penstock.plan.by_layer import Homes, LayerStep, LayerTraffic, named_layers, split_layers
 from penstock.plan.job import Job
 from penstock.plan.layout import (
     DEFAULT_CHUNK,
@@ -58,31 +58,30 @@ def _named(
     return Split(gpu, stream, host, exposed)
 
 
-def split_of_layers(
-    job: Job,
-    machine: Machine,
-    traffic: LayerTraffic,
-    need: Requirements,
-    room: Room,
-    rates: Rates,
-    format: StateFormat,
-) -> Homes | None:
-    """Homes where layers are computed one by one, beside weights, slots and parked inputs. None if nothing fits."""
-    step, b = traffic.step, job.dtype_bytes
+def room_for_layers(job: Job, step: LayerStep, format: StateFormat, room: Room) -> Room:
+    """What weights, slots and parked inputs leave, and what is dealt may be over its share by."""
+    b, params = job.dtype_bytes, step.resident_params
     away = unit_buffers([[p.size for p in layer_parameters(step.architecture)]] * step.streamed, b)
     parked = step.architecture.layers * step.input_bytes if step.parked else 0.0
-    room = room.less(b * step.resident_params + total(away, "gpu"), total(away, "host") + parked)
-    everything = Homes(Split(step.resident_params, 0, 0, 0.0), Split(0, 0, step.streamed_params, 0.0))
+    room = room.less(b * params + total(away, "gpu"), total(away, "host") + parked)
+    homes = dict(job.homes)
+    if job.overlap and (not homes or homes.get("stream")):
+        in_slots = min(STAGING, NUM_SLOTS * params)
+        room = room.less(format.num_bytes(in_slots, b) + (2 * b * in_slots if step.streamed else 0))
+    over = 0.0 if homes or not job.overlap else min(DEFAULT_CHUNK, params) * format.bytes_per_element(b)
+    return room.less(over, 2 * over)
+
+
+def split_of_layers(
+    job: Job, machine: Machine, traffic: LayerTraffic, need: Requirements, room: Room, rates: Rates
+) -> Homes | None:
+    """Homes in this room where layers are computed one by one. None if nothing fits."""
+    step = traffic.step
     if machine.one_memory:  # nothing is gained by a home
         taken = need.kept_bytes + step.resident_params * need.state_bytes
-        taken += step.streamed_params * (need.state_bytes + (b if machine.has_gpu else 0))
+        taken += step.streamed_params * (need.state_bytes + (job.dtype_bytes if machine.has_gpu else 0))
+        everything = Homes(Split(step.resident_params, 0, 0, 0.0), Split(0, 0, step.streamed_params, 0.0))
         return everything if taken <= room.gpu_bytes + room.host_bytes else None
-    if not job.overlap:
-        return split_layers(traffic, need, room, rates, {"host": 1.0})
-    in_slots = min(STAGING, NUM_SLOTS * need.num_params)
-    slots = room.less(format.num_bytes(in_slots, b) + (2 * b * in_slots if step.streamed else 0))
-    if job.homes:
-        named = dict(job.homes)
-        return split_layers(traffic, need, slots if named.get("stream") else room, rates, named)
-    over = min(DEFAULT_CHUNK, need.num_params) * need.state_bytes  # by which what is dealt may be over its share
-    return split_layers(traffic, need, slots.less(over, 2 * over), rates, None)
+    if job.homes or not job.overlap:
+        return named_layers(traffic, need, room, rates, dict(job.homes) if job.overlap else {"host": 1.0})
+    return split_layers(traffic, need, room, rates)
