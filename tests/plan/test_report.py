@@ -14,14 +14,13 @@ from penstock.command.cli import main
 from penstock.data.run_length import run_length
 from penstock.errors import RecipeError
 from penstock.machine.known import H200, MACHINES
+from penstock.plan.matrix import matrix, matrix_lines
 from penstock.plan.refusal import with_flags, without_flags
 from penstock.plan.report import (
     compare,
     lines,
     make_plan,
     make_report,
-    matrix,
-    matrix_lines,
     short,
     with_recompute,
 )

@@ -208,11 +208,12 @@ class LayerTraffic:
         b, s, link, cpu = self._b, self.state_bytes, rates.link_bytes_per_s, rates.host_params_per_s
         own = forward.exposed(rates) + backward.exposed(rates)
         plain, streamed = (self.step.passes - 1) * own, b * self.step.streamed_params
+        comes = 0 if manner.in_backward else b  # a gradient that is not updated where it was made
 
         def exposed(stream: float, host: float, with_weights: float, in_place: float) -> float:
-            incoming = s * stream + b * host + (s + 2 * b) * with_weights
+            incoming = s * stream + b * host + (s + b + comes) * with_weights
             outgoing = s * stream + (s + b) * with_weights
-            down, updates = streamed + b * host, (host + in_place) / cpu
+            down, updates = streamed + b * host - (b - comes) * with_weights, (host + in_place) / cpu
             if not manner.overlap:  # the baseline: updates follow backward
                 return plain + own + (incoming + outgoing + down) / link + updates
             phase, other = (backward, forward) if manner.in_backward else (forward, backward)
@@ -248,8 +249,9 @@ class LayerTraffic:
         return self.step.architecture.layers * self.step.input_bytes if self.step.parked else 0.0
 
     def _gradients(self, homes: Homes) -> float:
-        """Of layers that stream, and of `host`."""
-        return self._b * (self.step.streamed_params + homes.resident.host)
+        """Of layers that stream, and of `host`; in backward those of `stream` are updated where they are made."""
+        stay = homes.streamed.stream if self.step.manner.in_backward else 0.0
+        return self._b * (self.step.streamed_params - stay + homes.resident.host)
 
     def _updates(self, homes: Homes) -> tuple[Crossing, Crossing, Crossing]:
         """Weights, state and gradients that move because of updates; a streamed weight goes with its state."""
@@ -258,7 +260,7 @@ class LayerTraffic:
         return (
             Crossing("weights", b * (resident.host + streamed.stream), b * streamed.stream),
             Crossing("state", state, state),
-            Crossing("gradients", b * streamed.stream, 0.0),
+            Crossing("gradients", 0.0 if self.step.manner.in_backward else b * streamed.stream, 0.0),
         )
 
 
@@ -271,15 +273,15 @@ def split_layers(traffic: LayerTraffic, need: Requirements, room: Room, rates: R
     away, here = float(traffic.step.streamed_params), float(traffic.step.resident_params)
     state, b = need.state_bytes, need.weight_bytes
     exposed_with, best, least = traffic._exposed(rates), None, math.inf
-    on_gpu = max(0.0, room.gpu_bytes - need.peak_bytes(here))
-    if need.peak_bytes(here) > room.gpu_bytes or (here + away) * state + away * b - on_gpu > room.host_bytes:
+    if need.peak_bytes(here) > room.gpu_bytes:
         return None
     hosts = {away, *((away + here) * step / STEPS for step in range(STEPS + 1))}
     for in_host in sorted(hosts, key=lambda host: abs(host - away)):
         in_place = min(away, in_host)
         host, with_weights = in_host - in_place, away - in_place
         gpu = min(here - host, (room.gpu_bytes - need.peak_bytes(host)) / state)
-        on_host = (here + away - gpu) * state + b * (2 * host + away)
+        landings = in_place if traffic.step.manner.in_backward else away
+        on_host = (here + away - gpu) * state + b * (2 * host + landings)
         if gpu < 0 or on_host > room.host_bytes:
             continue
         exposed = exposed_with(here - host - gpu, host, with_weights, in_place)
@@ -299,7 +301,8 @@ def named_layers(
     streamed = _of(traffic.step.streamed_params, streamed_shares(shares))
     on_gpu = resident.gpu * need.state_bytes + need.peak_bytes(resident.host)
     on_host = (resident.stream + resident.host + traffic.step.streamed_params) * need.state_bytes
-    on_host += need.weight_bytes * (2 * resident.host + traffic.step.streamed_params)
+    landings = streamed.host if traffic.step.manner.in_backward else traffic.step.streamed_params
+    on_host += need.weight_bytes * (2 * resident.host + landings)
     if on_gpu > room.gpu_bytes or on_host > room.host_bytes:
         return None
     exposed = traffic.exposed_seconds(Homes(resident, streamed), rates)
@@ -313,5 +316,5 @@ def streamed_shares(shares: dict[str, float]) -> dict[str, float]:
 
 
 def _of(num_params: int, shares: dict[str, float]) -> Split:
-    total = sum(shares.values())
-    return Split(*(num_params * shares.get(name, 0.0) / total for name in ("gpu", "stream", "host")), 0.0)
+    gpu, stream, host = (num_params * shares.get(n, 0.0) / sum(shares.values()) for n in ("gpu", "stream", "host"))
+    return Split(gpu, stream, host, 0.0)

@@ -233,12 +233,16 @@ def num_sums(sizes: Sequence[int]) -> int:
 
 
 def state_buffers(
-    dealt: Mapping[HomeName, Sequence[Chunk]], *, on_gpu: bool = True, streamed: Collection[int] = ()
+    dealt: Mapping[HomeName, Sequence[Chunk]],
+    *,
+    on_gpu: bool = True,
+    streamed: Collection[int] = (),
+    in_backward: bool = False,
 ) -> list[Buffer]:
     """State by home, staging slots and arenas. `streamed`: parameters whose weights lie in host memory.
 
-    Those need no copy of the weight, and the gradient lands in host memory whatever the home; in `stream` both travel
-    with the state. Without a GPU everything is in host memory, and `host` updates weights and gradients where they are,
+    Those need no copy of the weight. In `stream` weight and gradient travel with the state, and the gradient lands in
+    host memory as it does in `host`, unless it is updated `in_backward`, where it was made. Without a GPU everything is in host memory, and `host` updates weights and gradients where they are,
     so that it keeps no copies of them.
     """
     device: Place = "gpu" if on_gpu else "host"
@@ -249,7 +253,7 @@ def state_buffers(
         found.append(Buffer("resident state", device, sum(chunk.state_bytes for chunk in resident)))
     if travelling:
         arena = sum(padded(chunk.state_bytes) for chunk in travelling)
-        slot = max(c.state_bytes + (2 * c.copy_bytes if c.parameter in streamed else 0) for c in travelling)
+        slot = max(_slot_bytes(chunk, beside=chunk.parameter in streamed) for chunk in travelling)
         found.append(Buffer("streamed state", "host", max(ALIGNMENT, arena)))
         found.append(Buffer("staging", device, NUM_SLOTS * slot))
     if on_host:
@@ -258,10 +262,16 @@ def state_buffers(
         found.append(Buffer("host state", "host", max(ALIGNMENT, arena)))
         if copies and on_gpu:
             found.append(Buffer("pinned copies", "host", 2 * copies))
-    landings = sum(padded(c.copy_bytes) for c in (*travelling, *on_host) if c.parameter in streamed)
+    landing = on_host if in_backward else (*travelling, *on_host)
+    landings = sum(padded(chunk.copy_bytes) for chunk in landing if chunk.parameter in streamed)
     if landings and on_gpu:
         found.append(Buffer("gradient landings", "host", landings))
     return found
+
+
+def _slot_bytes(chunk: Chunk, *, beside: bool) -> int:
+    """State, and with `beside` room for the weight and its gradient."""
+    return padded(chunk.state_bytes) + 2 * padded(chunk.copy_bytes) if beside else chunk.state_bytes
 
 
 def total(buffers: Sequence[Buffer], place: Place) -> int:

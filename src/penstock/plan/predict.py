@@ -160,7 +160,7 @@ class Plan:
         device: Place = "gpu" if on_gpu else "host"
         found = model_buffers(local, self.job.dtype_bytes, place=device, streamed=self.streamed)
         found += self._away(device)
-        found += state_buffers(self.dealt, on_gpu=on_gpu, streamed=self.streamed)
+        found += state_buffers(self.dealt, on_gpu=on_gpu, streamed=self.streamed, in_backward=self.job.in_backward)
         moment: list[tuple[str, float]] = [
             ("gradients", self.gradient_bytes),
             ("saved inputs", self.input_bytes),

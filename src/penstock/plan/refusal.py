@@ -23,9 +23,13 @@ def refusal(report: Report, command: Sequence[str]) -> DoesNotFit:
     context = sum(b.num_bytes for b in plan.buffers if b.name == "CUDA context" and b.place in where)
     need, room = sum(plan.peak_bytes(place) for place in where) + context, room + context
     parts = ", ".join(f"{b.name} {b.num_bytes / 1e9:.1f}" for b in largest_parts(plan, where))
+    away = (
+        "weights and state on the host as far as they" if plan.settings.streamed else "state on the host as far as it"
+    )
+    missing = f": {(need - max(0.0, room)) / 1e9:.1f} are missing" if need > room else ""
     what = (
-        f"does not fit: with state on the host as far as it can be, {need / 1e9:.1f} GB of {kind}, of which "
-        f"{max(0.0, room) / 1e9:.1f} can be used; the largest parts: {parts}"
+        f"does not fit: with {away} can be, {need / 1e9:.1f} GB of {kind}, of which "
+        f"{max(0.0, room) / 1e9:.1f} can be used{missing}; the largest parts: {parts}"
     )
     change = cheapest_change(plan)
     if change is not None:

@@ -19,6 +19,7 @@ from penstock.plan.split import Rates, Requirements, Room, Split, best_split, li
 
 
 def chunk_size_of(job: Job, machine: Machine, format: StateFormat) -> int:
+    """Elements in a chunk: from the link where the engine measures one."""
     if job.homes or not job.overlap:
         return DEFAULT_CHUNK
     return chunk_for(machine.link_bytes_per_s, format.bytes_per_element(job.dtype_bytes))

@@ -1,9 +1,9 @@
 """Which settings: the fastest that fit, exact state before any other, and what else there is.
 
-Pure. Weights are resident if that fits, and else as many of the first layers as fit. A few dozen combinations of state format, micro-batch and recompute are predicted one by one; `place` splits the
+Pure. A few dozen combinations of state format, micro-batch and recompute are predicted one by one; `place` splits the
 state of each. Activations and resident state compete for the same memory, so neither can be chosen before the other; a
 greedy order was rejected because it fills the GPU with activations whose recompute costs less than the streaming that
-they cause.
+they cause. Where none of them fits, layers are computed one by one, and as many of them stream as must.
 """
 
 from __future__ import annotations
