@@ -103,8 +103,8 @@ def test_the_curve_is_ours_to_rounding(found, name):
     """In fp32 CPUAdam and ours round differently by 1e-7; in bf16 DeepSpeed rounds weights half to even, ours away.
 
     Measured on the CPU: losses of about 5.5 differ by up to 2.9e-6 in fp32 and 8.1e-4 in bf16 after five steps. In bf16
-    one weight in ten thousand is left out: where a gradient is near zero a rounding turns AdamW's step around. DeepSpeed
-    beside itself, with the loss's gradient rounded once and twice, has one 1.8e-2 apart and those within 6.6e-3.
+    one weight in ten thousand is left out: where a gradient is near zero, a rounding turns AdamW's step around.
+    DeepSpeed beside itself, the loss's gradient rounded once and twice, has one 1.8e-2 apart and those within 6.6e-3.
     """
     run = found[name]
     bf16 = SCENARIOS[name].get("dtype") == "bf16"

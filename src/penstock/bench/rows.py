@@ -79,6 +79,15 @@ class Row:
     """Of the last step, on tokens without meaning."""
     reference_tflops: float | None = None
     """By the formula of DeepSpeedExamples' DeepSpeed-SuperOffload, which counts recompute, but no experts."""
+    weights: str = "resident"
+    """`resident`, or how many layers stream."""
+    order: str = "rows"
+    inputs: str = ""
+    """Of layers that are computed again as a whole: kept or parked."""
+    gpu_limit_gb: float | None = None
+    """What the run was allowed of the GPU."""
+    driver_bytes: int = 0
+    """What was taken of the GPU after the steps as the driver sees it, context included."""
     retries: int = 0
     """How often torch's allocator found no memory and waited for the device to get some back, in all steps."""
 
@@ -188,8 +197,15 @@ def _cells(row: Row, best: float | None) -> tuple[str, ...]:
         _number(row.model_tflops / row.matrix_tflops if row.model_tflops and row.matrix_tflops else None, ".2f"),
         f"{row.gpu_bytes / 1e9:.1f}",
         f"{row.host_bytes / 1e9:.1f}",
-        row.setting or ("compiled" if row.compiled else ""),
+        row.setting or ", ".join(filter(None, ("compiled" if row.compiled else "", _flow(row)))),
     )
+
+
+def _flow(row: Row) -> str:
+    """What streams, if anything does."""
+    limit = f"{row.gpu_limit_gb:g} GB allowed, {row.driver_bytes / 1e9:.1f} taken" if row.gpu_limit_gb else ""
+    flows = row.weights != "resident" or row.order != "rows"
+    return ", ".join(filter(None, (f"weights {row.weights}, {row.order}, {row.inputs}" if flows else "", limit)))
 
 
 def _number(value: float | None, form: str) -> str:

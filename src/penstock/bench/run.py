@@ -31,13 +31,16 @@ from penstock.data.loader import MicroBatch
 from penstock.engine.native import NativeEngine
 from penstock.engine.packed import PackedModel
 from penstock.engine.trial import drop_gradient, full_batch
+from penstock.engine.weights import layer_by_layer, load_to_stream, streams
 from penstock.errors import DoesNotFit, RecipeError, UserError
 from penstock.flow.timeline import Span
+from penstock.machine.gpu_memory import driver_bytes, limit_gpu
 from penstock.machine.hardware import describe, pick_compile, pick_device, pick_dtype
 from penstock.model.flops import flops_per_token, reference_flops_per_token
 from penstock.model.load import load_config, load_model
-from penstock.model.load_rows import count_parameters
+from penstock.model.load_rows import build_on_meta, count_parameters
 from penstock.plan.report import with_recompute
+from penstock.recipe.lists import parse_size
 from penstock.recipe.recipe import Recipe
 
 Say = Callable[[str], None]
@@ -75,7 +78,9 @@ def bench(recipe: Recipe, asked: Asked, *, to: str, say: Say) -> Report:
     recipe = dataclasses.replace(recipe, init="random", dtype=pick_dtype(recipe.dtype, device))
     num_params = count_parameters(recipe, load_config(recipe))
     recipe = dataclasses.replace(recipe, compile=pick_compile(recipe, device, num_params))
-    if recipe.recompute == "auto":
+    if layer_by_layer(recipe):
+        recipe = dataclasses.replace(recipe, recompute="full")
+    elif recipe.recompute == "auto":
         recipe = with_recompute(recipe, this_machine(remeasure=False, say=say) if device.type == "cuda" else None)
     wanted = variants(recipe, asked.modes, asked.updates, asked.formats)
     results = Results(Path(to) if to else default_directory(device))
@@ -93,16 +98,14 @@ def bench(recipe: Recipe, asked: Asked, *, to: str, say: Say) -> Report:
         say("  " + show(row))
 
     config = load_config(recipe)
-    say(f"building {recipe.model} with random weights")
-    model = load_model(recipe, config, device, say)
-    flops, reference = flops_of_step(model, recipe), reference_flops_of_step(model, recipe)
+    architecture = build_on_meta(recipe, config, torch.bfloat16, lambda model: model.tie_weights())
+    flops, reference = flops_of_step(architecture, recipe), reference_flops_of_step(architecture, recipe)
     case = Case(recipe, device, ceilings.matrix_flops_per_s / 1e12, flops, reference_flops=reference)
     if asked.timeline:
         case = dataclasses.replace(case, timeline=results.directory / "timeline.jsonl")
-    for row in our_rows(case, model, wanted, asked.steps, say):
+    for row in our_rows(case, wanted, asked.steps, say):
         found(row)
         case = dataclasses.replace(case, floor_s=row.floor_s)
-    del model
     _give_back(device)
     for peer in peers_of(asked.against, asked.peer_modes, asked.peer_ratios):
         say(f"running {peer.label}, at most {asked.timeout_s:g} s")
@@ -186,6 +189,11 @@ class Case:
             "host_bytes": psutil.Process().memory_info().rss,
             "versions": _versions(),
             "error": "",
+            "weights": "resident" if recipe.weights == "auto" else recipe.weights,
+            "order": recipe.order if recipe.order != "auto" else "layers" if layer_by_layer(recipe) else "rows",
+            "inputs": (recipe.inputs if recipe.inputs != "auto" else "kept") if layer_by_layer(recipe) else "",
+            "gpu_limit_gb": (parse_size(recipe.gpu_memory) or 0) / 1e9 or None,
+            "driver_bytes": driver_bytes(self.device) if gpu else 0,
         }
         values |= more
         reference = self.reference_flops.get(values["recompute"])
@@ -204,26 +212,40 @@ def show(row: Row) -> str:
     return f"{name}: {row.step_s:.3f} s, {row.step_s / row.floor_s:.3f} of the floor{noise}{homes}"
 
 
-def our_rows(case: Case, model: PreTrainedModel, wanted: list[Recipe], steps: int, say: Say) -> Iterator[Row]:
-    """The floor, then our step under each recipe, all in this process and on the same weights."""
-    recipe, device = case.recipe, case.device
-    vocab_size = model.config.get_text_config().vocab_size
-    batches = [full_batch(rows, recipe.max_length, vocab_size) for rows in split_batch(recipe)]
-    weights = sum(p.nbytes for p in model.parameters())
-    _give_back(device)
+def our_rows(case: Case, wanted: list[Recipe], steps: int, say: Say) -> Iterator[Row]:
+    """The floor, then our step under each recipe, all in this process and on weights that were drawn alike.
+
+    The floor has its weights on the GPU, and the GPU for itself. Those that will stream are drawn again for each.
+    """
+    recipe, device, config = case.recipe, case.device, load_config(case.recipe)
+    say(f"building {recipe.model} with random weights")
+    batches = [full_batch(rows, recipe.max_length, config.get_text_config().vocab_size) for rows in split_batch(recipe)]
+    resident = dataclasses.replace(recipe, weights="resident", order="rows", inputs="auto")
+    activations: int | None = None
+    model: PreTrainedModel | None = None
     try:
-        floor_s = _time_floor(PackedModel(model, recipe, say), batches, steps)
+        model = load_model(resident, config, device, say)
+        weights = sum(p.nbytes for p in model.parameters())
+        _give_back(device)
+        floor_s = _time_floor(PackedModel(model, resident, say), batches, steps)
+        case = dataclasses.replace(case, floor_s=floor_s)
+        floor = dataclasses.replace(case, recipe=resident).row("floor", floor_s)
+        activations = floor.gpu_bytes - weights if device.type == "cuda" else None
+        yield floor
     except torch.OutOfMemoryError:
-        raise DoesNotFit(
-            f"{recipe.rows_at_once} x {recipe.max_length} tokens do not fit even without an optimizer",
-            where=describe(device),
-            remedy="Try --recompute full, or a smaller --micro-batch-size.",
-        ) from None
-    case = dataclasses.replace(case, floor_s=floor_s)
-    floor = case.row("floor", floor_s)
-    yield floor
-    activations = floor.gpu_bytes - weights if device.type == "cuda" else None
+        if not streams(recipe):
+            raise DoesNotFit(
+                f"{recipe.rows_at_once} x {recipe.max_length} tokens do not fit even without an optimizer",
+                where=describe(device),
+                remedy="Try --weights streamed, --recompute full, or a smaller --micro-batch-size.",
+            ) from None
+        say("  weights do not fit the GPU, so that there is no floor with all of them there")
     for variant in wanted:
+        if model is None or streams(variant):
+            model = None
+            _give_back(device)
+            limit_gpu(device, variant.gpu_memory)
+            model = load_to_stream(variant, config, device, say)
         _give_back(device)
         yield _our_row(dataclasses.replace(case, recipe=variant), model, batches, steps, activations, say)
 
@@ -246,7 +268,7 @@ def _our_row(
     }
     engine: NativeEngine | None = None
     try:
-        engine = NativeEngine(model, recipe, lambda text: say(f"  {text}"))
+        engine = NativeEngine(model, recipe, lambda text: say(f"  {text}"), device=case.device)
         before = _alloc_retries(case.device)
         step_s, gradients, loss, spans = _time_steps(engine, recipe, batches, steps)
         retries = _alloc_retries(case.device) - before
@@ -272,6 +294,7 @@ def _our_row(
     finally:
         if engine is not None:
             engine.release()
+            engine.drop_weights()
         model.zero_grad()
 
 

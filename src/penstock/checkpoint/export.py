@@ -31,6 +31,7 @@ from penstock.checkpoint.resume import NEWEST, Saved, find_saved, verify_saved
 from penstock.checkpoint.run_dir import find_model, run_recipe
 from penstock.checkpoint.store import Checkpoint, find, open_checkpoint, read_tensors, verify
 from penstock.errors import DISK_IS_FULL, CheckpointError, Diverged, DoesNotFit, OutputError, RecipeError
+from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.known import parse_bytes
 from penstock.model.attention import stock_attention
 from penstock.model.load import load_config, load_model, load_tokenizer
@@ -221,7 +222,7 @@ def _compare(
     if device.type == "cuda":
         num_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
         torch.cuda.empty_cache()
-        if torch.cuda.mem_get_info(device)[0] < 1.1 * num_bytes + 2**30:
+        if gpu_room(device)[0] < 1.1 * num_bytes + 2**30:
             device = torch.device("cpu")
     again = AutoModelForCausalLM.from_pretrained(
         written,

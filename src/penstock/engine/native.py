@@ -13,11 +13,15 @@ from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
 from penstock.engine import MemoryUse, StepResult, UnitState
+from penstock.engine.layerwise import LayerByLayer
 from penstock.engine.packed import PackedModel
+from penstock.engine.parked import saved_inputs
 from penstock.engine.ranks import ALONE, World
 from penstock.engine.trial import try_once
+from penstock.engine.weights import layer_by_layer, stream_weights
 from penstock.errors import DoesNotFit
 from penstock.flow.timeline import Span
+from penstock.flow.transfers import link_of
 from penstock.machine.hardware import pick_compile
 from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.behaviour import Behaviour, update_time
@@ -44,12 +48,21 @@ class NativeEngine:
         say: Callable[[str], None],
         world: World = ALONE,
         remainders: Mapping[nn.Parameter, Tensor] | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        """`device`: where a model computes whose weights are in host memory, to be streamed."""
         self.model, self._recipe, self._world, self.rows_on_ranks = model, recipe, world, world.many
         # First of all: what is compiled, and what the trial takes, depends on the precision that is trained in.
         if recipe.dtype == "bf16":
             remainders = {**(remainders or {}), **round_to_bf16_(p for p in model.parameters() if p.requires_grad)}
-        self.packed = PackedModel(model, recipe, say)
+        self._weights = stream_weights(model, recipe, device, world)
+        one_by_one = layer_by_layer(recipe)
+        self.packed = PackedModel(model, recipe, say, one_by_one=one_by_one)
+        link = link_of(self.packed.device)
+        self._layerwise = None
+        if one_by_one:
+            inputs = saved_inputs(self.packed, recipe, link)
+            self._layerwise = LayerByLayer(self.packed, self._weights, inputs, link.streams.timeline)
         behaviour = Behaviour(
             recipe.max_grad_norm,
             recipe.states,
@@ -59,7 +72,7 @@ class NativeEngine:
         in_backward = update_time(behaviour) == "in-backward"
         manner = Manner(in_backward, behaviour.overlap, world.many, recipe.accumulate_dtype)
         with self._memory_explained():
-            profile = try_once(self.packed, recipe, world, manner)
+            profile = try_once(self.packed, recipe, world, manner, self._layerwise)
         if profile.activation_bytes and profile.kept_bytes:
             if pick_compile(recipe, self.packed.device):
                 say(f"layers compiled in {profile.start_seconds:.1f} s; what was made is kept for the next run")
@@ -91,11 +104,15 @@ class NativeEngine:
             accumulate_dtype=recipe.accumulate_dtype,
         )
         self.optimizer.take_remainders(remainders or {})
+        if self._weights is not None:
+            self._weights.updated = self.optimizer.wait_for_update
+            say(self._weights.describe())
         of_rank = f"rank {world.rank} of {world.size}: " if world.many else ""
         for line in (self.optimizer.describe_host_memory(), self.optimizer.describe()):
             if line:
                 say(f"{of_rank}{line}")
         self._loss = torch.zeros((), device=self.packed.device)
+        self._batches: list[MicroBatch] = []  # of a step whose micro-batches go through the layers together
 
     def begin(self, lr: float) -> None:
         """Set the learning rate of the step."""
@@ -104,6 +121,14 @@ class NativeEngine:
 
     def accumulate(self, batch: MicroBatch, trained_in_step: int, *, last: bool) -> None:
         """Forward and backward; the gradients of the last micro-batch are final."""
+        if self._layerwise is not None:
+            self._batches.append(batch)
+            if not last and self._recipe.order != "rows":
+                return
+            batches, self._batches = self._batches, []
+            with self._memory_explained():
+                self._loss += self._layerwise.run(batches, trained_in_step, self.optimizer.accumulate, last=last)
+            return
         with self._memory_explained():
             with self.optimizer.timeline.on_device("forward"):
                 loss = self.packed.loss_sum(batch) / trained_in_step
@@ -136,6 +161,8 @@ class NativeEngine:
     def restored(self) -> None:
         """Let the homes see the new weights."""
         self.optimizer.restored()
+        if self._weights is not None:
+            self._weights.forget()
 
     def placement(self) -> list[UnitState]:
         """Units under the names of their modules, in forward order."""
@@ -181,6 +208,15 @@ class NativeEngine:
     def release(self) -> None:
         """Let the last updates finish, then give state back."""
         self.optimizer.close()
+        if self._layerwise is not None:
+            self._layerwise.inputs.close()
+        if self._weights is not None:  # the model answers and is exported, through the same slots
+            self._weights.updated = lambda module: None
+
+    def drop_weights(self) -> None:
+        """Give back what weights stream through, after `release`: nobody calls the model any more."""
+        if self._weights is not None:
+            self._weights.close()
 
 
 def module_names(model: nn.Module) -> dict[nn.Module, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import cast
 
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from penstock.data.loader import MicroBatch
+from penstock.engine.layerwise import LayerByLayer
 from penstock.engine.packed import PackedModel
 from penstock.engine.ranks import World
+from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.hardware import pick_compile
-from penstock.offload.dtensors import all_say, local
+from penstock.offload.dtensors import all_say, is_streamed, local
 from penstock.plan.split import Manner, Profile
 from penstock.recipe.recipe import Recipe
 
@@ -69,16 +71,21 @@ class _Watch:
         return found
 
 
-def try_once(packed: PackedModel, recipe: Recipe, world: World, manner: Manner) -> Profile:
+def try_once(
+    packed: PackedModel, recipe: Recipe, world: World, manner: Manner, layerwise: LayerByLayer | None = None
+) -> Profile:
     """Forward and backward of a full micro-batch, to see what they need before state takes the rest.
 
     With one micro-batch and `after-norm` all its gradients are there at once, and share the peak with its activations.
+    Layer by layer, it is all micro-batches that go together.
     """
     rows = -(-recipe.batch_size // world.size)
     micro_batches = -(-rows // recipe.rows_on(world.size))
     unknown = Profile(0, 0, micro_batches=micro_batches, ranks_here=world.local_size)
     if packed.device.type != "cuda":
         return unknown
+    if layerwise is not None:
+        return _try_layers(packed, recipe, layerwise)
     vocab_size = packed.model.config.get_text_config().vocab_size
     batch = full_batch(recipe.rows_on(world.size), recipe.max_length, vocab_size)
     parameters = [p for p in packed.model.parameters() if p.requires_grad]
@@ -94,7 +101,7 @@ def try_once(packed: PackedModel, recipe: Recipe, world: World, manner: Manner) 
             bytes_after = {}
             # Activations go while gradients come, so that it may fit where the sum of both does not. Ranks do not try:
             # one that ran out of memory would leave the others waiting, as would one that does not go along.
-            if not sharded or all_say(kept_bytes < torch.cuda.mem_get_info(packed.device)[0], parameters[0]):
+            if not sharded or all_say(kept_bytes < gpu_room(packed.device)[0], parameters[0]):
                 with suppress(torch.OutOfMemoryError):
                     watch.start()
                     packed.loss_sum(batch).backward()
@@ -109,6 +116,35 @@ def try_once(packed: PackedModel, recipe: Recipe, world: World, manner: Manner) 
         forward_seconds=forward,
         backward_seconds=backward,
         start_seconds=start_seconds,
+    )
+
+
+def _try_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer) -> Profile:
+    """The micro-batches that go through the layers together; gradients of layers that stream leave at once.
+
+    Sums of several micro-batches are there for the layer that computes, and for what is around the layers.
+    """
+    vocab_size = packed.model.config.get_text_config().vocab_size
+    rows, together = recipe.rows_at_once, recipe.batch_size if recipe.order != "rows" else recipe.rows_at_once
+    batches = [
+        full_batch(min(rows, together - first), recipe.max_length, vocab_size) for first in range(0, together, rows)
+    ]
+    parameters = [p for p in packed.model.parameters() if p.requires_grad]
+    resident = sum(p.numel() for p in parameters if not is_streamed(p))
+    device, began = packed.device, time.perf_counter()
+    with _told(parameters, drop_gradient):
+        for trial in (batches[:1], batches):  # what is compiled, first
+            start_seconds = time.perf_counter() - began
+            torch.cuda.synchronize(device)
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            layerwise.run(trial, 1, nullcontext)
+            torch.cuda.synchronize(device)
+    taken = torch.cuda.max_memory_allocated(device) - before
+    seconds = time.perf_counter() - began - start_seconds
+    sums = resident * (2 if len(batches) == 1 else 6)
+    return Profile(
+        taken, taken + sums, forward_seconds=seconds / 4, backward_seconds=3 * seconds / 4, start_seconds=start_seconds
     )
 
 

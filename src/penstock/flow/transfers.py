@@ -14,7 +14,7 @@ import heapq
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,13 +55,19 @@ class Transfers:
         self._pumping = False
 
     def copy(
-        self, target: Tensor, source: Tensor, *, deadline: int, after: Mark | None = None, label: LaneName | None = None
+        self,
+        target: Tensor,
+        source: Tensor,
+        *,
+        deadline: int,
+        after: Mark | Sequence[Mark] = (),
+        label: LaneName | None = None,
     ) -> Future[Mark]:
         """Copy, on the device not before `after`. The result, there once the copy is enqueued, is the mark after it."""
 
         def begin() -> Mark:
-            if after is not None:
-                self._lane.wait(after)  # whoever makes the source, or reads the target, is still at it
+            for mark in (after,) if isinstance(after, Mark) else after:
+                self._lane.wait(mark)  # whoever makes the source, or reads the target, is still at it
             with torch.no_grad(), self._lane.work(label):
                 target.copy_(source, non_blocking=True)
             for tensor in (target, source):

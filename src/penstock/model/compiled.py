@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -39,10 +40,18 @@ _MOST_GRAPHS = 32
 """Of one function, before the compiler gives up: packed rows and whole ones, what is recomputed, kinds of layers."""
 
 
-def set_compile(layers: Sequence[nn.Module], on: bool, say: Say, chosen: Sequence[Recompute] = ()) -> list[Recompute]:
+def set_compile(
+    layers: Sequence[nn.Module],
+    on: bool,
+    say: Say,
+    chosen: Sequence[Recompute] = (),
+    *,
+    forward_too: bool = False,
+) -> list[Recompute]:
     """Compile every layer at its first forward with gradients, or undo it. Returns what is left for `set_recompute`.
 
-    A compiled layer sees to it itself; of one that the compiler does not see whole, `selected` is all.
+    A compiled layer sees to it itself; of one that the compiler does not see whole, `selected` is all. `forward_too`:
+    while the model trains, forwards without gradients are compiled as well.
     """
     chosen = chosen or ["none"] * len(layers)
     for layer in layers:
@@ -64,7 +73,7 @@ def set_compile(layers: Sequence[nn.Module], on: bool, say: Say, chosen: Sequenc
         for experts in _experts(layer):
             experts.forward = torch.compiler.disable(experts.forward)
         whole = _in_one_piece(layer)
-        layer.forward = _Compiled(layer, attempt, recompute if whole else None)
+        layer.forward = _Compiled(layer, attempt, recompute if whole else None, forward_too=forward_too)
         left.append("none" if whole or recompute == "none" else "full")
     return left
 
@@ -80,27 +89,37 @@ class _Attempt:
 class _Compiled:
     """A forward that is compiled where gradients are wanted."""
 
-    def __init__(self, layer: nn.Module, attempt: _Attempt, recompute: Recompute | None) -> None:
+    def __init__(
+        self, layer: nn.Module, attempt: _Attempt, recompute: Recompute | None, *, forward_too: bool = False
+    ) -> None:
         """`recompute`: what is computed again, if the compiler sees the whole layer."""
-        self.plain, self._attempt = layer.forward, attempt
+        self.plain, self._attempt, self._layer = layer.forward, attempt, weakref.ref(layer)
         functools.update_wrapper(self, self.plain)  # transformers reads the signatures of forwards
         self._compiled = self._uncompiled = self.plain
+        self._forward: Callable[..., Any] | None = None
         if recompute is None:
             self._compiled = torch.compile(self.plain)
+            self._forward = self._compiled if forward_too else None
         else:
             # The layer is an argument: bound to the function, each would be one of its own, and compiled for itself.
             forward = cast(MethodType, self.plain).__func__
             self._compiled = functools.partial(torch.compile(_recomputed), recompute, forward, layer)
+            if forward_too:
+                self._forward = functools.partial(torch.compile(_forward), forward, layer)
             if recompute != "none":
                 self._uncompiled = Recomputed(self.plain, recompute)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        compiled = self._compiled
         if not torch.is_grad_enabled():
-            return self.plain(*args, **kwargs)
+            layer = self._layer()
+            if self._forward is None or self._attempt.failed or layer is None or not layer.training:
+                return self.plain(*args, **kwargs)
+            compiled = self._forward
         if self._attempt.failed:
             return self._uncompiled(*args, **kwargs)
         try:
-            return self._compiled(*args, **kwargs)
+            return compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:  # not what the model itself may raise
             first = str(error).strip().splitlines()[0]
             self._attempt.failed = True
@@ -114,13 +133,17 @@ def _in_one_piece(layer: nn.Module) -> bool:
         isinstance(layer.forward, MethodType)
         and not _experts(layer)
         and not _changes_in_place(layer)
-        and all(p.is_cuda and p.dtype is torch.bfloat16 for p in layer.parameters())
+        and all((p.is_cuda or p.is_pinned()) and p.dtype is torch.bfloat16 for p in layer.parameters())  # or it streams
     )
 
 
 def _experts(layer: nn.Module) -> list[nn.Module]:
     """Parts with weights of several experts in one tensor."""
     return [part for part in layer.modules() if any(p.ndim == 3 for p in part.parameters(recurse=False))]
+
+
+def _forward(forward: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return forward(layer, *args, **kwargs)
 
 
 def _recomputed(recompute: Recompute, forward: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

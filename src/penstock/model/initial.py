@@ -16,8 +16,11 @@ from transformers import PreTrainedModel
 
 
 @torch.no_grad()
-def draw_weights(model: PreTrainedModel, seed: int) -> None:
-    """Initialize every weight and buffer of a model that is on its device. The caller keeps the global generators."""
+def draw_weights(model: PreTrainedModel, seed: int, device: torch.device | None = None) -> None:
+    """Initialize every weight and buffer of a model. The caller keeps the global generators.
+
+    Weights are drawn on `device`, if they lie elsewhere: other devices draw other numbers.
+    """
     drawn: set[int] = set()
     for name, module in model.named_modules():
         own = {key: p for key, p in module.named_parameters(recurse=False) if id(p) not in drawn}  # tied weights once
@@ -25,19 +28,22 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
             continue
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        by_rows = {key: p for key, p in own.items() if isinstance(p, DTensor)}
-        for key, p in by_rows.items():
-            whole = torch.empty(p.shape, dtype=p.dtype, device=p.to_local().device)
+        elsewhere = {key: p for key, p in own.items() if isinstance(p, DTensor) or p.device != (device or p.device)}
+        for key, p in elsewhere.items():
+            whole = torch.empty(p.shape, dtype=p.dtype, device=device or p.device)
             module._parameters[key] = nn.Parameter(whole, requires_grad=p.requires_grad)
         for key in own:
             vars(module._parameters[key])["_is_hf_initialized"] = False  # transformers draws only what has no such mark
         model._init_weights(module)
         for key in own:
             vars(module._parameters[key])["_is_hf_initialized"] = True  # a tied weight is met again
-        for key, p in by_rows.items():
+        for key, p in elsewhere.items():
             drawn_whole = module._parameters[key]
             assert drawn_whole is not None
-            keep_rows(p, drawn_whole)
+            if isinstance(p, DTensor):
+                keep_rows(p, drawn_whole)
+            else:
+                p.copy_(drawn_whole)
             module._parameters[key] = p
         drawn |= {id(p) for p in own.values()}
 

@@ -45,10 +45,26 @@ def load_own_rows(
                 del config.quantization_config
             dtype = torch.float32 if recipe.dtype == "fp32" else torch.bfloat16
             model = build_on_meta(recipe, config, dtype, shard)
-            _draw(model, recipe.seed, device)
+            _draw(model, recipe.seed, device, device)
         else:
             source = find_source(recipe.model, recipe.revision, weights=True)
             model = _read(recipe, config, source, device, shard, say)
+    model.config.name_or_path = recipe.model
+    return model
+
+
+def draw_model(
+    recipe: Recipe, config: PreTrainedConfig, device: torch.device, draw_on: torch.device, say: Say
+) -> PreTrainedModel:
+    """Random weights on `device` that are those that `draw_on` would have drawn for itself."""
+    config = copy.deepcopy(config)
+    drop_dropout(config, say)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    dtype = torch.float32 if recipe.dtype == "fp32" else torch.bfloat16
+    with quiet():
+        model = build_on_meta(recipe, config, dtype, lambda model: model.tie_weights())
+        _draw(model, recipe.seed, device, draw_on)
     model.config.name_or_path = recipe.model
     return model
 
@@ -76,11 +92,11 @@ def build_on_meta(
     return model
 
 
-def _draw(model: PreTrainedModel, seed: int, device: torch.device) -> None:
+def _draw(model: PreTrainedModel, seed: int, device: torch.device, draw_on: torch.device) -> None:
     model.to_empty(device=device)
     model.tie_weights()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        draw_weights(model, seed)
+    with torch.random.fork_rng(devices=[draw_on] if draw_on.type == "cuda" else []):
+        draw_weights(model, seed, draw_on)
 
 
 def _read(

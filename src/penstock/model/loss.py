@@ -36,9 +36,8 @@ def packed_loss(
     decoder: Decoder, input_ids: Tensor, position_ids: Tensor, segments: Segments, target_index: Tensor, targets: Tensor
 ) -> Tensor:
     """Sum of the cross-entropies of `targets`, predicted at the positions `target_index` of the flattened rows."""
-    hidden = _hidden_states(decoder, input_ids, position_ids, segments)
-    chosen = hidden.flatten(0, 1).index_select(0, target_index)
-    return _through_head(decoder.head, chosen, targets)
+    hidden = hidden_states(decoder, input_ids, position_ids, segments)
+    return head_loss(decoder.head, hidden, target_index, targets)
 
 
 def loss_sum(
@@ -106,11 +105,12 @@ def check_logits(model: PreTrainedModel, decoder: Decoder) -> None:
 def _plain_logits(decoder: Decoder, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
     """Logits of the first row, as the loss sees them."""
     head = decoder.head
-    hidden = _hidden_states(decoder, input_ids, position_ids, segments)
+    hidden = hidden_states(decoder, input_ids, position_ids, segments)
     return call_as(head.module, lambda x: _logits(x[0], head.weight, head.bias, head.scale, head.softcap), hidden)
 
 
-def _hidden_states(decoder: Decoder, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
+def hidden_states(decoder: Decoder, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
+    """What the head is given, of packed rows."""
     shape = (input_ids.shape[0], input_ids.shape[1])
     inputs = attention_inputs(decoder.backbone.config, shape, decoder.backbone.dtype, segments)
     output = decoder.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, **inputs)
@@ -118,13 +118,13 @@ def _hidden_states(decoder: Decoder, input_ids: Tensor, position_ids: Tensor, se
     return hidden
 
 
-def _through_head(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
-    """The loss, computed inside a call of the head's module."""
+def head_loss(head: Head, hidden: Tensor, target_index: Tensor, targets: Tensor) -> Tensor:
+    """The loss at these positions of the flattened rows, computed inside a call of the head's module."""
 
     def forward(hidden: Tensor) -> Tensor:
         return loss_sum(hidden, head.weight, head.bias, targets, scale=head.scale, softcap=head.softcap)
 
-    return call_as(head.module, forward, hidden)
+    return call_as(head.module, forward, hidden.flatten(0, 1).index_select(0, target_index))
 
 
 def call_as(module: nn.Module, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

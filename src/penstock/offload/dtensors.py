@@ -2,7 +2,8 @@
 
 FSDP2 gives every rank some rows of each parameter, in a DTensor; a small parameter may leave a rank with none. All of
 the optimizer works on local tensors, which for a parameter that is not sharded is the parameter itself, so one path
-serves one GPU and many. Letting DTensor do the arithmetic was rejected: every operation would ask it how to run.
+serves one GPU and many. Of a parameter whose weights stream, it is those in host memory, where they are updated.
+Letting DTensor do the arithmetic was rejected: every operation would ask it how to run.
 """
 
 from __future__ import annotations
@@ -15,14 +16,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.errors import RecipeError
 from penstock.flow.lanes import Mark
 from penstock.plan.layout import StateFormat
 
+_AT_HOME = WeakIdKeyDictionary()
+"""Of parameters that stream, their bytes in host memory."""
+
+
+def lies_at(parameter: nn.Parameter, home: Tensor) -> None:
+    """The parameter streams: whatever it points at while it computes, its weights are updated at `home`."""
+    _AT_HOME[parameter] = home
+
+
+def lies_here(parameter: nn.Parameter) -> None:
+    """It does not stream any more."""
+    _AT_HOME.pop(parameter, None)
+
+
+def is_streamed(parameter: Tensor) -> bool:
+    """Whether its weights lie in host memory, and on the device only while they compute."""
+    return parameter in _AT_HOME
+
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, without autograd; writing to it writes to the tensor."""
+    """What this rank holds of a tensor, where it lives, without autograd; writing to it writes to the tensor."""
+    if (home := _AT_HOME.get(tensor)) is not None:
+        at_home: Tensor = home
+        return at_home
     if isinstance(tensor, DTensor):
         with torch.no_grad():  # detaching a DTensor is an operation that it thinks about
             return tensor.to_local()

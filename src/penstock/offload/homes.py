@@ -55,6 +55,8 @@ class Surroundings:
     link: Link
     deadlines: Sequence[int]
     """By parameter, the number of the unit that waits for it, in the order of forward."""
+    streamed: frozenset[int] = frozenset()
+    """Parameters whose weights lie in host memory, and are updated there."""
 
 
 class Home(Protocol):

@@ -1,4 +1,7 @@
-"""`host`: state in an arena, updated there by CPU threads; the gradient comes down, the weight goes up."""
+"""`host`: state in an arena, updated there by CPU threads; the gradient comes down, the weight goes up.
+
+Of a unit that streams nothing goes up: the weight is updated where it lies, and comes when forward wants it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ from penstock.update.host_threads import HostThreads
 
 @dataclasses.dataclass(frozen=True)
 class _HostCopy:
-    """What a chunk has in the arena. Where device and host are one memory, weight and gradient are used in place."""
+    """What a chunk has in the arena.
+
+    A weight that lies in host memory is used in place; where device and host are one memory, the gradient too.
+    """
 
     state: Tensor
     weight: Tensor | None
@@ -40,8 +46,8 @@ class HostHome:
     def __init__(self, chunks: Sequence[Chunk], around: Surroundings, *, cores: Sequence[int]) -> None:
         self._link, self._streams, self._rule = around.link, around.link.streams, around.rule
         self._deadlines, self._copied = around.deadlines, self._streams.separate_memory
-        copies = 2 if self._copied else 0
-        total = sum(padded(c.state_bytes) + copies * padded(c.copy_bytes) for c in chunks)
+        self._streamed = around.streamed
+        total = sum(padded(c.state_bytes) + self._num_copies(c) * padded(c.copy_bytes) for c in chunks)
         self.arena = Arena(total, pinned=self._streams.device.type == "cuda", cores=cores)
         self._dtypes = {2: torch.bfloat16, 4: torch.float32}
         self._copies = {c: self._place(c) for c in chunks}
@@ -50,12 +56,14 @@ class HostHome:
         self._order, self._sender = (self._streams.thread(name) for name in ("penstock-host", "penstock-up"))
         self._idle_since = 0.0
 
+    def _num_copies(self, chunk: Chunk) -> int:
+        """Of the gradient, and of a weight that lies on the device."""
+        return 0 if not self._copied else 1 if chunk.parameter in self._streamed else 2
+
     def _place(self, chunk: Chunk) -> _HostCopy:
-        state = self.arena.cut(chunk.state_bytes)
-        if not self._copied:
-            return _HostCopy(state, None, None)
-        dtype = self._dtypes[chunk.weight_bytes]
-        weight, gradient = (self.arena.cut(chunk.copy_bytes).view(dtype) for _ in range(2))
+        state, dtype = self.arena.cut(chunk.state_bytes), self._dtypes[chunk.weight_bytes]
+        copies = [self.arena.cut(chunk.copy_bytes).view(dtype) for _ in range(self._num_copies(chunk))]
+        gradient, weight = (*copies, None, None)[:2]
         return _HostCopy(state, weight, gradient)
 
     def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:

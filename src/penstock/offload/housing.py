@@ -27,7 +27,7 @@ class Housing:
     def __init__(self, trained: Trained, placement: Placement, rule: Rule, link: Link, *, in_backward: bool) -> None:
         """`in_backward`: updates come while activations are there, so that few of them may wait for a slot."""
         self._parameters, self._separate = trained.parameters, link.streams.separate_memory
-        around = Surroundings(rule, link, trained.deadlines())
+        around = Surroundings(rule, link, trained.deadlines(), trained.streamed)
         near = near_cores(trained.device)
         most_waiting = STREAM_QUEUE if in_backward else 0
         makers: dict[HomeName, Callable[[Sequence[Chunk]], Home]] = {

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from penstock.errors import RecipeError
 from penstock.flow.lanes import Streams, ToHost
-from penstock.offload.dtensors import local
+from penstock.offload.dtensors import is_streamed, local
 from penstock.offload.trained import Trained, TrainedUnit, refuse_owned
 from penstock.plan.layout import HomeName, StateFormat
 from penstock.plan.placement import Placement
@@ -97,7 +97,8 @@ def check_parameters(parameters: Iterable[Tensor], device: torch.device) -> None
     parameters = list(parameters)
     refuse_owned(parameters)
     for p in parameters:
-        if p.dtype not in (torch.bfloat16, torch.float32) or p.device != device or not p.is_contiguous():
+        elsewhere = p.device != device and not is_streamed(p)
+        if p.dtype not in (torch.bfloat16, torch.float32) or elsewhere or not p.is_contiguous():
             raise RecipeError(
                 f"a parameter of shape {tuple(p.shape)} is {p.dtype} on {p.device}",
                 where="OffloadAdamW",

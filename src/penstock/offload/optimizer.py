@@ -309,6 +309,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._streams.synchronize()
         self._changes.refuse()
 
+    def wait_for_update(self, module: nn.Module) -> None:
+        """For a thread that streams the weights of a unit: they are those of the last step then, where they live."""
+        next(unit for unit in self._units if unit.module is module).wait_on_host()
+
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Everything, per parameter, on the CPU: step count, fp32 master and moments, parameter groups.

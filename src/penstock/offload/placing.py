@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from penstock.errors import DoesNotFit
+from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.hardware import CPU_ADAM_CORES, adam_cores, available_host_bytes, describe, near_cores
 from penstock.offload.dtensors import local
 from penstock.offload.misuse import check_homes
@@ -72,17 +73,24 @@ def place(
     check_homes(homes)
     near = near_cores(trained.device)
     cores = tuple(adam_cores(near, cpu_adam_cores))
-    bytes_after = _bytes_after(trained, profile)
-    need = _requirements(trained, format, profile, manner, bytes_after)
-    wholes = trained.whole_chunks(format)
-    if homes == "auto":
-        dealt = _choose(need, trained.device, wholes, profile, cores, chunk_size)
-    else:
-        shares = dict(homes) if isinstance(homes, Mapping) else {homes: 1.0}
-        dealt = deal([cut(whole, chunk_size or DEFAULT_CHUNK) for whole in wholes], shares)
+    away = trained.streamed
+    wholes = [whole for whole in trained.whole_chunks(format) if whole.parameter not in away]
+    dealt: Dealt = {"gpu": [], "stream": [], "host": []}
     room = None
-    if manner.prefetches and profile.bytes_after and dealt["stream"]:
-        room = prefetch_room(need, bytes_after, _sent(dealt, wholes))
+    if away:  # their weights lie in host memory, and are updated there
+        everything = [cut(whole, chunk_size or DEFAULT_CHUNK) for whole in trained.whole_chunks(format)]
+        dealt["host"] = [chunk for chunks in everything for chunk in chunks if chunk.parameter in away]
+    if wholes:
+        bytes_after = _bytes_after(trained, profile)
+        need = _requirements(trained, format, profile, manner, bytes_after)
+        if homes == "auto":
+            here = _choose(need, trained.device, wholes, profile, cores, chunk_size)
+        else:
+            shares = dict(homes) if isinstance(homes, Mapping) else {homes: 1.0}
+            here = deal([cut(whole, chunk_size or DEFAULT_CHUNK) for whole in wholes], shares)
+        if manner.prefetches and profile.bytes_after and here["stream"]:
+            room = prefetch_room(need, bytes_after, _sent(here, wholes))
+        dealt = {name: here[name] + dealt[name] for name in dealt}
     return Placement(dealt, cores, room)
 
 
@@ -90,11 +98,11 @@ def _requirements(
     trained: Trained, format: StateFormat, profile: Profile, manner: Manner, bytes_after: Sequence[float]
 ) -> Requirements:
     """Unknown activations: a quarter of the GPU."""
-    shards = [local(p) for p in trained.parameters]
+    shards = [local(p) for index, p in enumerate(trained.parameters) if index not in trained.streamed]
     num_params = sum(p.numel() for p in shards)
     if profile.activation_bytes is None:
         device = trained.device
-        assumed = torch.cuda.get_device_properties(device).total_memory // 4 if device.type == "cuda" else 0
+        assumed = gpu_room(device)[1] // 4 if device.type == "cuda" else 0
         profile = replace(profile, activation_bytes=assumed)
     state_bytes = sum(format.num_bytes(p.numel(), p.itemsize) for p in shards)
     model = ModelBytes(num_params, state_bytes / num_params, sum(p.nbytes for p in shards) / num_params)
@@ -136,7 +144,7 @@ def _choose(
     everything = deal([cut(whole, max(1, whole.size)) for whole in wholes], {"gpu": 1.0})
     if device.type != "cuda":
         return everything
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = gpu_room(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     room = Room(free + cached - gpu_reserve(total), (available_host_bytes() - HOST_RESERVE) // profile.ranks_here)
     if room.gpu_bytes >= need.kept_bytes + need.num_params * state_bytes:

@@ -97,7 +97,8 @@ class StreamHome:
     def _copy_in(self, chunk: Chunk, memory: Tensor, free: Mark | None) -> Mark:
         self._home_again.get(chunk, Mark()).wait_on_host()  # or, of few chunks, it would set out before it came home
         deadline = self._deadlines[chunk.parameter]
-        return self._link.to_device.copy(memory, self._state[chunk], deadline=deadline, after=free).result()
+        after = () if free is None else free
+        return self._link.to_device.copy(memory, self._state[chunk], deadline=deadline, after=after).result()
 
     def state(self, chunk: Chunk) -> Tensor:
         """In the arena, once everything is home. It may be written, so that what was prefetched is void."""

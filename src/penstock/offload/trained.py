@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from penstock.errors import RecipeError
 from penstock.flow.lanes import Mark, Streams
 from penstock.model.units import find_units
-from penstock.offload.dtensors import gather_waits, local, local_start
+from penstock.offload.dtensors import gather_waits, is_streamed, local, local_start
 from penstock.plan.layout import Chunk, StateFormat
 
 
@@ -60,6 +60,11 @@ class TrainedUnit:
             updates.made = []  # it is told of once
             raise failed
 
+    def wait_on_host(self) -> None:
+        """Return once this unit's weights are those of the last step, where they live."""
+        for update in self.updates.made:
+            update.result().wait_on_host()
+
     @property
     def was_called(self) -> bool:
         """Whether somebody has waited for the last updates."""
@@ -73,11 +78,8 @@ class Trained:
     parameters: tuple[nn.Parameter, ...]
     units: tuple[TrainedUnit, ...]
     """In the order of forward."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.parameters[0].device
+    device: torch.device
+    """Where they compute."""
 
     @property
     def sharded(self) -> bool:
@@ -88,6 +90,11 @@ class Trained:
     def replicated(self) -> bool:
         """Whether other ranks may hold them too, as under DistributedDataParallel."""
         return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not self.sharded
+
+    @property
+    def streamed(self) -> frozenset[int]:
+        """Those whose weights lie in host memory."""
+        return frozenset(index for index, p in enumerate(self.parameters) if is_streamed(p))
 
     def deadlines(self) -> list[int]:
         """By parameter, the number of its unit."""
@@ -125,7 +132,8 @@ def find_trained(
     if index_of:
         what = f"{len(index_of)} of the parameters to train are not in the model"
         raise RecipeError(what, where="params", remedy="Give the model that they belong to, or leave params out.")
-    return Trained(tuple(parameters), tuple(units))
+    resident = (p.device for p in model.parameters() if not is_streamed(p))
+    return Trained(tuple(parameters), tuple(units), next(resident, parameters[0].device))
 
 
 class Hook:

@@ -26,6 +26,7 @@ from penstock.data.loader import Dataset
 from penstock.data.preview import samples, summary
 from penstock.engine import Engine, MemoryUse
 from penstock.flow.timeline import Span
+from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.hardware import describe
 from penstock.report.metrics import Summary, to_json
 
@@ -155,7 +156,7 @@ def environment(device: torch.device) -> Environment:
     return Environment(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         device=describe(device),
-        gpu_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else 0,
+        gpu_bytes=gpu_room(device)[1] if cuda else 0,
         host_bytes=int(psutil.virtual_memory().total),
         processor=processor(),
         cores=len(os.sched_getaffinity(0)),

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from penstock.engine import MemoryUse
 from penstock.errors import size
+from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.hardware import describe
 from penstock.report.facts import Recorder
 from penstock.report.metrics import StepRow
@@ -65,7 +66,7 @@ def sources_of(recorder: Recorder, device: torch.device) -> Sources:
     """What there is to ask in a run."""
     totals = {"host": int(psutil.virtual_memory().total)}
     if device.type == "cuda":
-        totals["gpu"] = torch.cuda.get_device_properties(device).total_memory
+        totals["gpu"] = gpu_room(device)[1]
     return Sources(recorder.memory, recorder.lanes, totals, peak_flops(describe(device)))
 
 

@@ -16,6 +16,7 @@ from penstock.engine.deepspeed_start import load_device
 from penstock.engine.fsdp import load_for_ranks
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE, World
+from penstock.engine.weights import load_to_stream, streams
 from penstock.machine.hardware import describe
 from penstock.model.flops import Flops, count_flops
 from penstock.model.load import load_model
@@ -72,6 +73,8 @@ def flops_of(model: PreTrainedModel, run: Run, world: World) -> Flops:
 def load(run: Run, console: Console, world: World) -> tuple[PreTrainedModel, dict[nn.Parameter, Tensor]]:
     """The model, or this rank's rows of it, and what its weights lost in rounding if that is known already."""
     if not world.many or run.recipe.engine == "deepspeed":
+        if streams(run.recipe):
+            return load_to_stream(run.recipe, run.config, run.device, console.say), {}
         return load_model(run.recipe, run.config, load_device(run.recipe, run.device, world), console.say), {}
     own = load_for_ranks(run.recipe, run.config, run.device, world.size, console.say)
     return own.model, own.remainders
@@ -112,7 +115,7 @@ def start_engine(
     if run.recipe.engine == "deepspeed":
         before = answer_before(model, run, saved) if world.first else ""
         return DeepSpeedEngine(model, run.recipe, say, world), before
-    engine = NativeEngine(model, run.recipe, say, world, remainders)
+    engine = NativeEngine(model, run.recipe, say, world, remainders, run.device)
     return engine, answer_before(model, run, saved)
 
 

@@ -28,6 +28,7 @@ from penstock.checkpoint.store import of_step
 from penstock.data.loader import Dataset
 from penstock.engine import Engine
 from penstock.engine.ranks import ALONE, World, bind, joined
+from penstock.machine.gpu_memory import limit_gpu
 from penstock.machine.hardware import describe, pick_device
 from penstock.machine.launch import check_batch
 from penstock.recipe.recipe import Recipe
@@ -59,6 +60,7 @@ def train(
     check_batch(recipe.batch_size, world.size)
     check_installed(recipe)
     device = world.pick(pick_device(recipe.device))
+    limit_gpu(device, recipe.gpu_memory)
     trackers = Trackers(recipe if world.first else replace(recipe, track=""), console.say)
     with joined(world, device), claimed(recipe.run_dir, resume, world, overwrite=overwrite) as own, trackers:
         if recipe.bind_cores:

@@ -1,0 +1,203 @@
+"""Forward and backward layer by layer: all micro-batches pass a layer before the next one begins.
+
+Autograd does not see the layers at once: each is computed again in backward from its saved input, and its backward runs
+alone, so that its weights need not be on the device before or after, and its gradients are final when it ends. What is
+around the layers is the model's own code. It is run twice for every micro-batch, with layers that only listen: once to
+learn what each layer is called with, and once from the last layer's result on, to the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.data.loader import MicroBatch
+from penstock.engine.packed import PackedModel, Rows
+from penstock.engine.parked import SavedInputs
+from penstock.engine.weights import StreamedWeights
+from penstock.errors import ModelError
+from penstock.flow.timeline import Timeline
+
+Held = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass
+class _Call:
+    """What a layer is called with beside its input."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class _Pass:
+    """One micro-batch on its way."""
+
+    rows: Rows
+    calls: list[_Call]
+    embedded: Tensor
+    """The first layer's input, with its graph."""
+    hidden: Tensor
+    """In forward what the last layer gave, in backward the gradient of that."""
+
+
+class LayerByLayer:
+    """Losses and gradients of the micro-batches of a step."""
+
+    def __init__(
+        self, packed: PackedModel, weights: StreamedWeights | None, inputs: SavedInputs, timeline: Timeline
+    ) -> None:
+        self._packed, self._weights, self.inputs, self._timeline = packed, weights, inputs, timeline
+        self._layers = packed.decoder.layers
+        self._list = _list_of(packed.decoder.backbone, self._layers)
+        # Of a tied weight the head's gradient comes first and the embedding's last.
+        self._tied = bool(packed.decoder.tied)
+
+    def run(self, batches: Sequence[MicroBatch], trained: int, held: Held, *, last: bool = True) -> Tensor:
+        """The loss, a mean over `trained` tokens. In `held()` no gradient is final; with `last` all are at the end."""
+        try:
+            with self._timeline.on_device("forward"):
+                passes = self._forward(batches)
+            with self._timeline.on_device("backward"):
+                return self._backward(passes, trained, held, last=last)
+        finally:
+            self.inputs.forget()
+
+    def _forward(self, batches: Sequence[MicroBatch]) -> list[_Pass]:
+        if self._weights is not None:
+            self._weights.announce([*self._layers, *reversed(self._layers)])
+        passes = [self._begin(batch) for batch in batches]
+        with torch.no_grad():
+            for number, layer in enumerate(self._layers):
+                with self._present(layer):
+                    for place, one in enumerate(passes):
+                        self.inputs.save((number, place), one.hidden)
+                        one.hidden = _called(layer, one.hidden, one.calls[number])
+        return passes
+
+    def _backward(self, passes: list[_Pass], trained: int, held: Held, *, last: bool) -> Tensor:
+        total = torch.zeros((), device=self._packed.device)
+        numbers = range(len(self._layers))
+        keys = [(number, place) for number in reversed(numbers) for place in range(len(passes))]
+        self.inputs.announce(keys)
+        for place, one in enumerate(passes):
+            with self._final(held, last and not self._tied and place == len(passes) - 1):
+                total += self._loss(one, trained)
+        for number in reversed(numbers):
+            layer = self._layers[number]
+            with self._present(layer, stale=True):
+                for place, one in enumerate(passes):
+                    with self._final(held, last and place == len(passes) - 1):
+                        one.hidden = self._gradient(layer, self.inputs.take((number, place)), one, number)
+        for place, one in enumerate(passes):
+            if one.embedded.requires_grad:
+                with self._final(held, last and place == len(passes) - 1):
+                    one.embedded.backward(one.hidden)
+        return total
+
+    def _final(self, held: Held, yes: bool) -> AbstractContextManager[None]:
+        return nullcontext() if yes else held()
+
+    def _present(self, layer: nn.Module, *, stale: bool = False) -> AbstractContextManager[None]:
+        return nullcontext() if self._weights is None else self._weights.present(layer, stale=stale)
+
+    def _begin(self, batch: MicroBatch) -> _Pass:
+        """Run the model up to its last layer, with layers that give back what they get, and note their calls."""
+        rows, calls, inputs = self._packed.rows(batch), list[_Call](), list[Tensor]()
+
+        def listen(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not calls:
+                inputs.append(hidden)
+            calls.append(_Call(args, kwargs))
+            if len(calls) == len(self._layers):
+                raise _Enough
+            return hidden
+
+        with self._listening(listen), suppress(_Enough):
+            self._packed.hidden_states(rows)
+        (embedded,) = inputs
+        return _Pass(rows, calls, embedded, embedded.detach())
+
+    def _loss(self, one: _Pass, trained: int) -> Tensor:
+        """From the last layer's result to the loss, and back."""
+        top, count = one.hidden.detach().requires_grad_(), 0
+
+        def listen(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+            nonlocal count
+            count += 1
+            return top if count == len(self._layers) else hidden.detach()
+
+        with torch.enable_grad():
+            with self._listening(listen):
+                hidden = self._packed.hidden_states(one.rows)
+            loss = self._packed.loss_of(hidden, one.rows) / trained
+            loss.backward()
+        assert top.grad is not None, "the loss depends on what the last layer gives"
+        one.hidden = top.grad
+        return loss.detach()
+
+    def _gradient(self, layer: nn.Module, hidden: Tensor, one: _Pass, number: int) -> Tensor:
+        """Compute the layer again, then backward through it alone; the gradient of its input."""
+        hidden = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            result = _called(layer, hidden, one.calls[number])
+            result.backward(one.hidden)
+        assert hidden.grad is not None, "a layer's result depends on its input"
+        return hidden.grad
+
+    @contextmanager
+    def _listening(self, listen: Callable[..., Tensor]) -> Iterator[None]:
+        """Other modules in the place of the layers: called as themselves, they would wait for their updates."""
+        theirs = dict(self._list._modules)
+        for name, layer in theirs.items():
+            self._list._modules[name] = _Listener(layer, listen)
+        try:
+            yield
+        finally:
+            self._list._modules.update(theirs)
+
+
+class _Enough(Exception):
+    """All layers have been called."""
+
+
+class _Listener(nn.Module):
+    """Stands in for a layer: it has what the layer has, and is called instead of it."""
+
+    def __init__(self, layer: nn.Module | None, listen: Callable[..., Tensor]) -> None:
+        super().__init__()
+        vars(self).update(_layer=layer, _listen=listen)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the model calls its layer with."""
+        if "hidden_states" in kwargs:
+            args = (kwargs.pop("hidden_states"), *args)
+        result: Tensor = vars(self)["_listen"](*args, **kwargs)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_layer"], name)
+
+
+def _called(layer: nn.Module, hidden: Tensor, call: _Call) -> Tensor:
+    result = layer(hidden, *call.args, **call.kwargs)
+    if not isinstance(result, Tensor):
+        raise ModelError(
+            f"its layers return {type(result).__name__}, not a tensor, so that they cannot be computed one by one",
+            where=type(layer).__name__,
+            remedy="Use --weights resident and --order rows.",
+        )
+    return result
+
+
+def _list_of(backbone: nn.Module, layers: Sequence[nn.Module]) -> nn.ModuleList:
+    """The module that the model takes its layers from."""
+    for module in backbone.modules():
+        if isinstance(module, nn.ModuleList) and tuple(module) == tuple(layers):
+            return module
+    raise AssertionError("the layers were found in a list")

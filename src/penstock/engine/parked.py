@@ -1,0 +1,155 @@
+"""Inputs of layers, from which backward computes the layers again: kept on the device, or parked in host memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.packed import PackedModel
+from penstock.flow.arena import Arena
+from penstock.flow.lanes import Mark
+from penstock.flow.transfers import NOW, Link
+from penstock.machine.hardware import near_cores
+from penstock.plan.layout import PREFETCHED_INPUTS, padded
+from penstock.recipe.recipe import Recipe
+
+Key = tuple[int, int]
+"""Of a layer and a micro-batch."""
+
+
+class SavedInputs(Protocol):
+    """Where inputs are between forward and backward."""
+
+    def save(self, key: Key, hidden: Tensor) -> None:
+        """An input that the model does not change any more."""
+
+    def announce(self, keys: Iterable[Key]) -> None:
+        """The order in which they will be wanted."""
+
+    def take(self, key: Key) -> Tensor:
+        """It is back, and not kept any longer."""
+
+    def forget(self) -> None:
+        """Nothing of a step that ended, however it ended, is kept."""
+
+    def close(self) -> None:
+        """Give all memory back."""
+
+
+class KeptInputs:
+    """On the device."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Key, Tensor] = {}
+
+    def save(self, key: Key, hidden: Tensor) -> None:
+        """Keep it."""
+        self._kept[key] = hidden
+
+    def announce(self, keys: Iterable[Key]) -> None:
+        """They are there."""
+
+    def take(self, key: Key) -> Tensor:
+        """It never left."""
+        return self._kept.pop(key)
+
+    def forget(self) -> None:
+        """Drop them."""
+        self._kept.clear()
+
+    def close(self) -> None:
+        """Drop them."""
+        self._kept.clear()
+
+
+@dataclass(frozen=True)
+class _Parked:
+    bytes: Tensor
+    """In the arena."""
+    shape: torch.Size
+    dtype: torch.dtype
+    arrived: Mark
+
+
+class ParkedInputs:
+    """In an arena; each goes down while the layer computes, and comes back a little before backward wants it."""
+
+    def __init__(self, num_bytes: int, link: Link, cores: Sequence[int]) -> None:
+        """`num_bytes`: the most that the inputs of a step take."""
+        self._link, self._streams = link, link.streams
+        self.arena = Arena(num_bytes, pinned=self._streams.device.type == "cuda", cores=cores)
+        self._memory, self._used = self.arena.cut(num_bytes), 0
+        self._parked: dict[Key, _Parked] = {}
+        self._to_fetch: deque[Key] = deque()
+        self._fetched: dict[Key, tuple[Tensor, Mark]] = {}
+        self._left = Mark()  # after which all that came back from the arena has left it
+
+    def save(self, key: Key, hidden: Tensor) -> None:
+        """Send it down at once: its memory is wanted."""
+        hidden = hidden.contiguous()
+        place = self._memory[self._used : self._used + hidden.nbytes]
+        assert place.nbytes == hidden.nbytes, "an arena of inputs holds those of the longest rows"
+        self._used += padded(hidden.nbytes)
+        written = self._streams.main_mark()  # the layer before is still writing it
+        source = hidden.detach().view(-1).view(torch.uint8)
+        after = (written, self._left)  # what lay there in the step before may still be on its way
+        down = self._link.to_host.copy(place, source, deadline=NOW, after=after, label="park")
+        self._parked[key] = _Parked(place, hidden.shape, hidden.dtype, down.result())
+
+    def announce(self, keys: Iterable[Key]) -> None:
+        """The first ones set out."""
+        self._to_fetch = deque(keys)
+        for _ in range(PREFETCHED_INPUTS):
+            self._fetch_next()
+
+    def take(self, key: Key) -> Tensor:
+        """The stream of the calling thread waits for it; another one sets out."""
+        memory, arrived = self._fetched.pop(key)
+        self._streams.main_waits(arrived)
+        self._fetch_next()
+        return memory
+
+    def _fetch_next(self) -> None:
+        if not self._to_fetch:
+            return
+        key = self._to_fetch.popleft()
+        parked = self._parked.pop(key)
+        memory = torch.empty(parked.shape, dtype=parked.dtype, device=self._streams.device)
+        free = self._streams.main_mark()  # its memory was something else until here
+        target = memory.view(-1).view(torch.uint8)
+        after = (free, parked.arrived)  # and what is parked may still be on its way down
+        back = self._link.to_device.copy(target, parked.bytes, deadline=NOW, after=after, label="park")
+        self._left = back.result()
+        self._fetched[key] = memory, self._left
+
+    def forget(self) -> None:
+        """The arena is empty again."""
+        self._parked.clear()
+        self._fetched.clear()
+        self._to_fetch.clear()
+        self._used = 0
+
+    def close(self) -> None:
+        """Let what is under way arrive, then give the arena back."""
+        self.forget()
+        for way in (self._link.to_device, self._link.to_host):
+            way.mark().wait_on_host()  # or copies would go on in memory that is given back
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.arena.close()
+
+
+def saved_inputs(packed: PackedModel, recipe: Recipe, link: Link) -> SavedInputs:
+    """Kept, or parked with room for the longest rows of a step."""
+    if recipe.inputs != "parked":
+        return KeptInputs()
+    config, rows = packed.model.config.get_text_config(), recipe.batch_size
+    if recipe.order == "rows":
+        rows = recipe.rows_at_once
+    width = 2 if recipe.dtype == "bf16" else 4
+    num_bytes = len(packed.decoder.layers) * rows * padded(recipe.max_length * config.hidden_size * width)
+    return ParkedInputs(num_bytes, link, near_cores(packed.device))

@@ -1,0 +1,62 @@
+"""How much of a GPU this process may take, and what of that is free."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.errors import RecipeError
+from penstock.recipe.lists import parse_size
+
+LATER_BYTES = 400 * 2**20
+"""Beside torch's own memory and the context as it begins, what the driver will take: kernels, which are loaded when
+they are first used, and workspaces of libraries."""
+MOST_CONTEXT = 2**30
+"""More than this is another program's."""
+
+_LIMITS: dict[int, int] = {}
+"""By the number of a GPU, what torch may take of it."""
+
+
+def limit_gpu(device: torch.device, size: str) -> None:
+    """From here on this process takes no more of the GPU than `size`, context included; `auto`: all of it.
+
+    torch's allocator keeps the promise: what would go beyond is an error there.
+    """
+    if device.type != "cuda":
+        return
+    number, total = _number(device), torch.cuda.get_device_properties(device).total_memory
+    wanted = parse_size(size)
+    if wanted is None or wanted >= total:
+        _LIMITS.pop(number, None)
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    context = min(MOST_CONTEXT, total - free - torch.cuda.memory_reserved(device))
+    left = wanted - context - LATER_BYTES
+    if left <= 0:
+        raise RecipeError(
+            f"the GPU's context alone takes {(context + LATER_BYTES) / 1e9:.1f} GB",
+            where=f"gpu_memory = {size}",
+            remedy="Allow more.",
+        )
+    _LIMITS[number] = left
+    torch.cuda.set_per_process_memory_fraction(left / total, device)
+
+
+def gpu_room(device: torch.device) -> tuple[int, int]:
+    """Bytes that are free to take, and all that this process may take; torch's cache counts as taken."""
+    free, total = torch.cuda.mem_get_info(device)
+    limit = _LIMITS.get(_number(device))
+    if limit is None:
+        return free, total
+    return max(0, min(free, limit - torch.cuda.memory_reserved(device))), limit
+
+
+def driver_bytes(device: torch.device) -> int:
+    """What is taken of the GPU as the driver sees it, by all programs, contexts included."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def _number(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
