@@ -89,7 +89,7 @@ def test_every_command_to_paste_is_true(preset, gpu, capsys):
 
 
 def test_the_error_counts_as_the_table_does(capsys):
-    assert main(["plan", "qwen3-14b", "--gpu", "rtx4090"]) == 3
+    assert main(["plan", "qwen3-14b", "--gpu", "rtx4090", "--weights", "resident"]) == 3
     out, error = capsys.readouterr()
     total, size, free = re.search(r"GPU memory: ([\d.]+) GB of ([\d.]+); ([\d.]+) are kept free", out).groups()
     need, room = re.search(r"([\d.]+) GB of GPU memory, of which ([\d.]+) can be used", error).groups()
@@ -215,7 +215,7 @@ def test_a_small_gpu_keeps_little_free(capsys):
 
 
 def test_advice_keeps_examples_whole_before_it_cuts_them(capsys):
-    assert main(["plan", "llama-8b", "--gpu", "rtx4090"]) == 3
+    assert main(["plan", "llama-8b", "--gpu", "rtx4090", "--weights", "resident"]) == 3
     error = capsys.readouterr().err
     assert "it changes: fewer rows in a step" in error
     command = error.strip().splitlines()[-1].split()

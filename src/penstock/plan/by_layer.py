@@ -273,7 +273,8 @@ def split_layers(traffic: LayerTraffic, need: Requirements, room: Room, rates: R
     away, here = float(traffic.step.streamed_params), float(traffic.step.resident_params)
     state, b = need.state_bytes, need.weight_bytes
     exposed_with, best, least = traffic._exposed(rates), None, math.inf
-    if need.peak_bytes(here) > room.gpu_bytes:
+    left = room.gpu_bytes - need.peak_bytes(here)
+    if left < 0 or (here + away) * state - left > room.host_bytes:
         return None
     hosts = {away, *((away + here) * step / STEPS for step in range(STEPS + 1))}
     for in_host in sorted(hosts, key=lambda host: abs(host - away)):

@@ -242,8 +242,8 @@ def state_buffers(
     """State by home, staging slots and arenas. `streamed`: parameters whose weights lie in host memory.
 
     Those need no copy of the weight. In `stream` weight and gradient travel with the state, and the gradient lands in
-    host memory as it does in `host`, unless it is updated `in_backward`, where it was made. Without a GPU everything is in host memory, and `host` updates weights and gradients where they are,
-    so that it keeps no copies of them.
+    host memory as it does in `host`, unless it is updated `in_backward`, where it was made. Without a GPU everything is
+    in host memory, and `host` updates weights and gradients where they are, so that it keeps no copies of them.
     """
     device: Place = "gpu" if on_gpu else "host"
     found: list[Buffer] = []

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 from penstock.errors import RecipeError, UserError, counted
 from penstock.machine.hardware import COMPILED_FROM, cpu_has_bf16
@@ -113,7 +114,7 @@ def _with_word(recipe: Recipe, recompute: str) -> Recipe:
 def _with_layers(recipe: Recipe, chosen: Settings | None = None) -> Recipe:
     """With what was chosen, or with what is usual."""
     usual = {"weights": "resident", "order": "layers", "inputs": "kept"}
-    words = {name: getattr(chosen, name) for name in usual} if chosen else usual
+    words: dict[str, Any] = {name: getattr(chosen, name) for name in usual} if chosen else {**usual}
     free = {name: word for name, word in words.items() if getattr(recipe, name) == "auto"}
     return replace(recipe, recompute="full", **free)
 

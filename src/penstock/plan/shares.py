@@ -9,11 +9,11 @@ from penstock.plan.layout import (
     DEFAULT_CHUNK,
     NUM_SLOTS,
     STAGING,
+    UNIT_SLOTS,
     StateFormat,
     chunk_for,
     layer_parameters,
-    total,
-    unit_buffers,
+    unit_bytes,
 )
 from penstock.plan.split import Rates, Requirements, Room, Split, best_split, link_bytes
 
@@ -62,9 +62,9 @@ def _named(
 def room_for_layers(job: Job, step: LayerStep, format: StateFormat, room: Room) -> Room:
     """What weights, slots and parked inputs leave, and what is dealt may be over its share by."""
     b, params = job.dtype_bytes, step.resident_params
-    away = unit_buffers([[p.size for p in layer_parameters(step.architecture)]] * step.streamed, b)
+    unit = unit_bytes([p.size for p in layer_parameters(step.architecture)], b)
     parked = step.architecture.layers * step.input_bytes if step.parked else 0.0
-    room = room.less(b * params + total(away, "gpu"), total(away, "host") + parked)
+    room = room.less(b * params + min(UNIT_SLOTS, step.streamed) * unit, step.streamed * unit + parked)
     homes = dict(job.homes)
     if job.overlap and (not homes or homes.get("stream")):
         in_slots = min(STAGING, NUM_SLOTS * params)

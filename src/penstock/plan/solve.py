@@ -87,9 +87,14 @@ def _order(plan: Plan) -> tuple[float, int, float, bool]:
 
 
 def may_go_by_layer(job: Job, machine: Machine, gpus: int, free: Free) -> bool:
-    """Whether layers may be computed one by one: all of them again, on one GPU whose memory is not the host's."""
-    recomputes = free.recompute in (None, "full")
-    return gpus == 1 and recomputes and (job.asks_for_layers or (job.weights == "auto" and machine.gpu_bytes > 0))
+    """Whether layers may be computed one by one: all of them again, on one GPU whose memory is not the host's.
+
+    State that the job wants on the GPU belongs to resident weights.
+    """
+    if gpus > 1 or free.recompute not in (None, "full"):
+        return False
+    unasked = job.weights == "auto" and machine.gpu_bytes > 0 and not dict(job.homes).get("gpu")
+    return job.asks_for_layers or unasked
 
 
 def _plans_by_layer(job: Job, machine: Machine, free: Free) -> Iterator[Plan]:
