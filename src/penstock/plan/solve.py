@@ -104,11 +104,12 @@ def _plans_by_layer(job: Job, machine: Machine, free: Free) -> Iterator[Plan]:
     """
     order = "layers" if job.order == "auto" else job.order
     inputs = ("kept", "parked") if job.inputs == "auto" else (job.inputs,)
-    counts = job.streamed_choices if order == "layers" else job.streamed_choices[job.streamed_choices[0] == 0 :]
+    counts = [count for count in job.streamed_choices if count or order == "layers"]
     for tried, saved in product(settings_of(job, replace(free, recompute="full"), 1), inputs):
         every = [replace(tried, streamed=count, order=order, inputs=saved) for count in counts]
-        least = bisect_left(every, True, key=lambda settings: has_gpu_room(job, settings, machine))
-        for settings in every[least:]:
+        whole = 1 if every[0].streamed == 0 else 0  # without slots, so that it may take less than with the first one
+        least = bisect_left(every, True, lo=whole, key=lambda settings: has_gpu_room(job, settings, machine))
+        for settings in (*every[:whole], *every[least:]):
             plan = predict(job, settings, machine)
             yield plan
             if plan.has_room and plan.seconds.exposed <= plan.seconds.update and plan.fits:
