@@ -10,7 +10,7 @@ from penstock.machine.known import H200, MACHINES
 from penstock.plan import memory
 from penstock.plan.job import Job, Settings
 from penstock.plan.layout import ALIGNMENT, UNIT_SLOTS, layer_parameters, padded, unit_buffers, unit_bytes
-from penstock.plan.predict import QUEUE, has_gpu_room, predict
+from penstock.plan.predict import QUEUE, gpu_shortage, predict
 from penstock.plan.solve import Free, solve
 from penstock.recipe.presets import ARCHITECTURES, PRESETS, Architecture
 
@@ -267,7 +267,7 @@ def test_what_fits_is_within_its_rooms(job, machine):
 def test_more_layers_that_stream_take_no_more_of_the_gpu(job, machine, inputs, rows):
     """So that the fewest that fit can be found by halves. Without any there are no slots either."""
     every = range(1, job.architecture.layers + 1)
-    fits = [has_gpu_room(job, Settings("fp32", rows, "full", n, "layers", inputs), machine) for n in every]
+    fits = [gpu_shortage(job, Settings("fp32", rows, "full", n, "layers", inputs), machine) <= 0 for n in every]
     assert fits == sorted(fits)
 
 

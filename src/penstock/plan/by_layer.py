@@ -102,6 +102,12 @@ class LayerStep:
         return self.passes > 1
 
     @property
+    def sums(self) -> float:
+        """What those take."""
+        each = self.manner.sum_bytes(self.work.dtype_bytes, self.num_micro_batches)
+        return each * self.architecture.num_parameters() if self.keeps_sums else 0.0
+
+    @property
     def gradients_leave(self) -> bool:
         """Whether gradients of resident parameters in `host` leave during backward."""
         return self.manner.prefetches and not self.keeps_sums
@@ -111,10 +117,8 @@ class LayerStep:
         a, work, b = self.architecture, self.work, self.work.dtype_bytes
         one, table, first = self.input_bytes * work.rows / self._pass_rows, float(a.vocab * a.hidden), self._first
         adds = self.order == "layers" and self.num_micro_batches > 1
-        sums = self.manner.sum_bytes(b, self.num_micro_batches)
-        own_sum = sums if adds else 0.0
-        always = sums * a.num_parameters() if self.keeps_sums else 0.0
-        others = always + self.input_bytes - one  # what the other micro-batches gave, and in backward its gradient
+        own_sum = self.manner.sum_bytes(b, self.num_micro_batches) if adds else 0.0
+        others = self.sums + self.input_bytes - one  # what the other micro-batches gave, and in backward its gradient
         yield Moment(self._saved(a.layers, one), others + loss_bytes(a, work) + own_sum * table, 0.0)
         if a.tied and not self.keeps_sums:  # final only when the embedding's has come
             others += max(float(b), own_sum) * table

@@ -326,12 +326,12 @@ def _layer_step(job: Job, settings: Settings) -> LayerStep:
     return LayerStep(job.architecture, work, job.batch_size, settings.streamed, settings.order, parked, manner)
 
 
-def has_gpu_room(job: Job, settings: Settings, machine: Machine) -> bool:
-    """Whether the GPU holds a step layer by layer if all state is elsewhere. Where there is one memory, no matter."""
+def gpu_shortage(job: Job, settings: Settings, machine: Machine) -> float:
+    """Bytes by which a step layer by layer is too large for the GPU with all state elsewhere; under 0 if it fits."""
     step, format = _layer_step(job, settings), FORMATS[settings.states]
     need = step.requirements(format.bytes_per_element(job.dtype_bytes), 0.0)
     room = room_for_layers(job, step, format, rooms(job, machine, 1))
-    return machine.one_memory or need.peak_bytes(need.num_params) <= room.gpu_bytes
+    return need.peak_bytes(need.num_params) - room.gpu_bytes
 
 
 def _predict_by_layer(job: Job, settings: Settings, machine: Machine) -> Plan:
@@ -346,7 +346,7 @@ def _predict_by_layer(job: Job, settings: Settings, machine: Machine) -> Plan:
     has_room = homes is not None
     homes = homes or Homes(Split(0, 0, step.resident_params, 0.0), Split(0, 0, step.streamed_params, 0.0))
     peak = need.peak_bytes(homes.resident.host)
-    kept = 0.0 if job.in_backward or step.keeps_sums else b * step.resident_params
+    kept = step.sums or (0.0 if job.in_backward else b * step.resident_params)
     gradients = max(0.0, kept - need.sent_bytes(homes.resident.host))
     inputs = min(step.inputs_at_peak(), peak)
     crossings = traffic.crossings(homes)
@@ -354,8 +354,8 @@ def _predict_by_layer(job: Job, settings: Settings, machine: Machine) -> Plan:
     return Plan(
         job, settings, machine, 1, homes.all, has_room,
         replace(_seconds(job, rank, homes.all, rates, format, 1), link=link),
-        activation_bytes=need.activation_bytes, gradient_bytes=min(gradients, peak - inputs), peak_step_bytes=peak,
-        gpu_room=room.gpu_bytes, host_room=room.host_bytes, crossings=crossings,
+        activation_bytes=need.activation_bytes - step.sums, gradient_bytes=min(gradients, peak - inputs),
+        peak_step_bytes=peak, gpu_room=room.gpu_bytes, host_room=room.host_bytes, crossings=crossings,
         streamed_split=homes.streamed if settings.streamed else None, input_bytes=inputs,
     )  # fmt: skip
 

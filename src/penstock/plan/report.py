@@ -17,7 +17,7 @@ from penstock.machine.known import Machine
 from penstock.plan.architecture import architecture_of
 from penstock.plan.job import Job, Settings
 from penstock.plan.layout import gpu_reserve
-from penstock.plan.predict import Plan, has_gpu_room, host_reserve, predict, sharing_a_host
+from penstock.plan.predict import Plan, gpu_shortage, host_reserve, predict, sharing_a_host
 from penstock.plan.solve import Alternative, Free, alternatives, flags_between, may_go_by_layer, solve
 from penstock.recipe.lists import parse_homes, parse_size
 from penstock.recipe.recipe import Recipe
@@ -128,7 +128,7 @@ def _least(job: Job, machine: Machine, free: Free) -> Settings:
     kept = Settings(
         free.states, free.micro_batch, "full", streamed, order, "kept" if job.inputs == "auto" else job.inputs
     )
-    return kept if job.inputs != "auto" or has_gpu_room(job, kept, machine) else replace(kept, inputs="parked")
+    return kept if job.inputs != "auto" or gpu_shortage(job, kept, machine) <= 0 else replace(kept, inputs="parked")
 
 
 def check_one_gpu(recipe: Recipe, gpus: int) -> None:

@@ -17,7 +17,7 @@ from itertools import islice, product
 from penstock.machine.known import Machine
 from penstock.plan.job import Job, Settings
 from penstock.plan.layout import FORMATS
-from penstock.plan.predict import Plan, has_gpu_room, predict
+from penstock.plan.predict import Plan, gpu_shortage, predict
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _plans_by_layer(job: Job, machine: Machine, free: Free) -> Iterator[Plan]:
     for tried, saved in product(settings_of(job, replace(free, recompute="full"), 1), inputs):
         every = [replace(tried, streamed=count, order=order, inputs=saved) for count in counts]
         whole = 1 if every[0].streamed == 0 else 0  # without slots, so that it may take less than with the first one
-        least = bisect_left(every, True, lo=whole, key=lambda settings: has_gpu_room(job, settings, machine))
+        least = bisect_left(every, True, lo=whole, key=lambda settings: gpu_shortage(job, settings, machine) <= 0)
         for settings in (*every[:whole], *every[least:]):
             plan = predict(job, settings, machine)
             yield plan
@@ -168,6 +168,7 @@ def alternatives(base: Plan, count: int = 4) -> list[Alternative]:
                 trades = [] if job is base.job else ["no clipping"]
                 trades += [TRADES[states]] if states != base.settings.states and states in TRADES else []
                 found.append(Alternative(plan, flags_between(base, plan), "; ".join(trades)))
+    found = list({other.flags: other for other in reversed(found)}.values())[::-1]  # `auto` finds the first of equals
     apart = [o for o in found if abs(o.plan.seconds.step / base.seconds.step - 1) > 0.01]
     same = sorted((o for o in apart if not o.trades), key=lambda o: o.plan.seconds.step)[:2]
     kept, fastest = list(same), base.seconds.step
