@@ -70,6 +70,8 @@ FLOWS = {
     "streamed": {"weights": "streamed"},
     "parked": {"weights": "streamed", "inputs": "parked"},
     "one of two": {"weights": "1", "homes": "gpu=0.5,stream=0.5"},
+    "stream": {"weights": "streamed", "homes": "stream"},
+    "stream and host": {"weights": "streamed", "inputs": "parked", "homes": "gpu=0.2,stream=0.4,host=0.4"},
     "parked, resident": {"weights": "resident", "order": "layers", "inputs": "parked"},
 }
 

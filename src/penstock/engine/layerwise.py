@@ -81,13 +81,10 @@ class LayerByLayer:
         return passes
 
     def _backward(self, passes: list[_Pass], trained: int, held: Held, *, last: bool) -> Tensor:
-        total = torch.zeros((), device=self._packed.device)
         numbers = range(len(self._layers))
         keys = [(number, place) for number in reversed(numbers) for place in range(len(passes))]
         self.inputs.announce(keys)
-        for place, one in enumerate(passes):
-            with self._final(held, last and not self._tied and place == len(passes) - 1):
-                total += self._loss(one, trained)
+        total = self._loss(passes, trained, held, last=last)
         for number in reversed(numbers):
             layer = self._layers[number]
             with self._present(layer, stale=True):
@@ -123,23 +120,41 @@ class LayerByLayer:
         (embedded,) = inputs
         return _Pass(rows, calls, embedded, embedded.detach())
 
-    def _loss(self, one: _Pass, trained: int) -> Tensor:
-        """From the last layer's result to the loss, and back."""
-        top, count = one.hidden.detach().requires_grad_(), 0
+    def _loss(self, passes: list[_Pass], trained: int, held: Held, *, last: bool) -> Tensor:
+        """From the last layer's results to the loss, and back.
+
+        The head sees the tokens of all micro-batches at once, so that its gradient is one sum, in fp32, and rounded
+        once. What is between the layers and the head runs backward by itself.
+        """
+        tops = [one.hidden.detach().requires_grad_() for one in passes]
+        with torch.enable_grad():
+            chosen = [self._chosen(one, top) for one, top in zip(passes, tops, strict=True)]
+            for one in passes:
+                one.hidden = one.hidden.new_empty(0)
+            gathered = torch.cat([part.detach() for part in chosen]).requires_grad_()
+            loss = self._packed.head_loss(gathered, torch.cat([one.rows.batch.targets for one in passes])) / trained
+            with self._final(held, last and not self._tied):
+                loss.backward()
+            assert gathered.grad is not None, "the loss depends on what the head is given"
+            gradients = gathered.grad.split([len(part) for part in chosen])
+            for place, (one, top) in enumerate(zip(passes, tops, strict=True)):
+                with self._final(held, last and place == len(passes) - 1):
+                    chosen[place].backward(gradients[place])
+                assert top.grad is not None, "the head is given what the last layer gives"
+                one.hidden = top.grad
+        return loss.detach()
+
+    def _chosen(self, one: _Pass, top: Tensor) -> Tensor:
+        """What the head is given of a micro-batch, with `top` as the last layer's result."""
+        count = 0
 
         def listen(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
             nonlocal count
             count += 1
             return top if count == len(self._layers) else hidden.detach()
 
-        with torch.enable_grad():
-            with self._listening(listen):
-                hidden = self._packed.hidden_states(one.rows)
-            loss = self._packed.loss_of(hidden, one.rows) / trained
-            loss.backward()
-        assert top.grad is not None, "the loss depends on what the last layer gives"
-        one.hidden = top.grad
-        return loss.detach()
+        with self._listening(listen):
+            return self._packed.chosen(self._packed.hidden_states(one.rows), one.rows)
 
     def _gradient(self, layer: nn.Module, hidden: Tensor, one: _Pass, number: int) -> Tensor:
         """Compute the layer again, then backward through it alone; the gradient of its input."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
@@ -17,6 +19,7 @@ from penstock.model.compiled import set_compile
 from penstock.model.decoder import find_decoder
 from penstock.model.loss import call_as, check_logits, head_loss, hidden_states
 from penstock.model.recompute import set_recompute
+from penstock.model.unneeded import keep_last_products, leave_out_last_product
 from penstock.recipe.recipe import Recipe, recompute_by_layer
 
 
@@ -41,10 +44,31 @@ class PackedModel:
         use_attention(model, recipe.attention)
         check_logits(model, self.decoder)
         layers, compiled = self.decoder.layers, pick_compile(recipe, self.device)
+        keep_last_products(layers)
+        if one_by_one:
+            set_compile(layers, False, say)
+            set_recompute(layers, recompute_by_layer("none", len(layers)))
+            self._try_layers()
         chosen = recompute_by_layer("none" if one_by_one else recipe.recompute, len(layers))
         set_recompute(layers, recompute_by_layer("none", len(layers)))
         set_recompute(layers, set_compile(layers, compiled, say, chosen, forward_too=one_by_one))
         model.train()
+
+    def _try_layers(self) -> None:
+        """See, on a few tokens, of which layers the last product need not be computed again."""
+
+        def called(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            leave_out_last_product(layer, args, kwargs)
+
+        hooks = [layer.register_forward_pre_hook(called, with_kwargs=True) for layer in self.decoder.layers]
+        try:
+            ids = torch.arange(8, device=self.device).view(1, 8) % self.decoder.head.weight.shape[0]
+            places, segments = torch.arange(8, device=self.device)[None], Segments.of((0, 8), self.device)
+            with torch.no_grad():
+                hidden_states(self.decoder, ids, places, segments)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def rows(self, batch: MicroBatch) -> Rows:
         """A micro-batch, brought to the device."""
@@ -57,16 +81,20 @@ class PackedModel:
         """What the head is given."""
         return hidden_states(self.decoder, rows.batch.input_ids, rows.batch.position_ids, rows.segments)
 
-    def loss_of(self, hidden: Tensor, rows: Rows) -> Tensor:
+    def chosen(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """Of hidden states those that are trained on."""
+        return hidden.flatten(0, 1).index_select(0, rows.batch.target_index)
+
+    def head_loss(self, chosen: Tensor, targets: Tensor) -> Tensor:
         """Sum of the losses of the trained tokens, from what the head is given."""
-        return head_loss(self.decoder.head, hidden, rows.batch.target_index, rows.batch.targets)
+        return head_loss(self.decoder.head, chosen, targets)
 
     def loss_sum(self, batch: MicroBatch) -> Tensor:
         """Sum of the losses of the trained tokens."""
         rows = self.rows(batch)
 
         def loss(input_ids: Tensor) -> Tensor:
-            return self.loss_of(self.hidden_states(rows), rows)
+            return self.head_loss(self.chosen(self.hidden_states(rows), rows), rows.batch.targets)
 
         # FSDP2 begins and ends a pass where the whole model is called; forward here calls its parts.
         sharded = isinstance(self.model, FSDPModule)

@@ -156,7 +156,13 @@ class Link:
         self.to_device, self.to_host = Transfers("in", streams), Transfers("out", streams)
 
 
-@cache
 def link_of(device: torch.device) -> Link:
-    """The link of a device, which everybody in this process shares."""
+    """The link of a device, which everybody in this process shares, by whatever name they call it."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _link_of(device)
+
+
+@cache
+def _link_of(device: torch.device) -> Link:
     return Link(Streams(device))

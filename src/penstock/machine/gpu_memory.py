@@ -28,7 +28,7 @@ def limit_gpu(device: torch.device, size: str) -> None:
     wanted = parse_size(size)
     if wanted is None or wanted >= total:
         _LIMITS.pop(number, None)
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, number)
         return
     free, _ = torch.cuda.mem_get_info(device)
     context = min(MOST_CONTEXT, total - free - torch.cuda.memory_reserved(device))
@@ -40,7 +40,7 @@ def limit_gpu(device: torch.device, size: str) -> None:
             remedy="Allow more.",
         )
     _LIMITS[number] = left
-    torch.cuda.set_per_process_memory_fraction(left / total, device)
+    torch.cuda.set_per_process_memory_fraction(left / total, number)
 
 
 def gpu_room(device: torch.device) -> tuple[int, int]:

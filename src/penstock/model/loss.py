@@ -37,7 +37,7 @@ def packed_loss(
 ) -> Tensor:
     """Sum of the cross-entropies of `targets`, predicted at the positions `target_index` of the flattened rows."""
     hidden = hidden_states(decoder, input_ids, position_ids, segments)
-    return head_loss(decoder.head, hidden, target_index, targets)
+    return head_loss(decoder.head, hidden.flatten(0, 1).index_select(0, target_index), targets)
 
 
 def loss_sum(
@@ -118,13 +118,13 @@ def hidden_states(decoder: Decoder, input_ids: Tensor, position_ids: Tensor, seg
     return hidden
 
 
-def head_loss(head: Head, hidden: Tensor, target_index: Tensor, targets: Tensor) -> Tensor:
-    """The loss at these positions of the flattened rows, computed inside a call of the head's module."""
+def head_loss(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+    """The loss, computed inside a call of the head's module."""
 
     def forward(hidden: Tensor) -> Tensor:
         return loss_sum(hidden, head.weight, head.bias, targets, scale=head.scale, softcap=head.softcap)
 
-    return call_as(head.module, forward, hidden.flatten(0, 1).index_select(0, target_index))
+    return call_as(head.module, forward, hidden)
 
 
 def call_as(module: nn.Module, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -68,6 +68,9 @@ class Home(Protocol):
     def arena(self) -> Arena | None:
         """The host memory it took, if any."""
 
+    def sends_down(self, chunk: Chunk) -> bool:
+        """Whether the gradient of a chunk leaves the device as soon as it is final."""
+
     def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
         """The gradient will not change any more in this step."""
 

@@ -15,23 +15,11 @@ from torch import Tensor
 
 from penstock.flow.arena import Arena
 from penstock.flow.lanes import Mark
-from penstock.flow.transfers import NOW
 from penstock.offload.homes import Surroundings, Update
+from penstock.offload.landings import DTYPES, Landings
 from penstock.plan.layout import Chunk, padded
 from penstock.update.formats import view_state
 from penstock.update.host_threads import HostThreads
-
-
-@dataclasses.dataclass(frozen=True)
-class _HostCopy:
-    """What a chunk has in the arena.
-
-    A weight that lies in host memory is used in place; where device and host are one memory, the gradient too.
-    """
-
-    state: Tensor
-    weight: Tensor | None
-    gradient: Tensor | None
 
 
 class HostHome:
@@ -45,44 +33,33 @@ class HostHome:
 
     def __init__(self, chunks: Sequence[Chunk], around: Surroundings, *, cores: Sequence[int]) -> None:
         self._link, self._streams, self._rule = around.link, around.link.streams, around.rule
-        self._deadlines, self._copied = around.deadlines, self._streams.separate_memory
-        self._streamed = around.streamed
-        total = sum(padded(c.state_bytes) + self._num_copies(c) * padded(c.copy_bytes) for c in chunks)
+        self._deadlines = around.deadlines
+        copied = chunks if self._streams.separate_memory else []
+        here = [c for c in copied if c.parameter not in around.streamed]  # others are updated where they lie
+        total = sum(padded(c.state_bytes) for c in chunks) + sum(padded(c.copy_bytes) for c in [*copied, *here])
         self.arena = Arena(total, pinned=self._streams.device.type == "cuda", cores=cores)
-        self._dtypes = {2: torch.bfloat16, 4: torch.float32}
-        self._copies = {c: self._place(c) for c in chunks}
-        self._arrived: dict[Chunk, Mark] = {}
+        self._state = {c: self.arena.cut(c.state_bytes) for c in chunks}
+        self._weights = {c: self.arena.cut(c.copy_bytes).view(DTYPES[c.weight_bytes]) for c in here}
+        self._landings = Landings(copied, self.arena, self._link)
         self._threads = HostThreads(cores)
         self._order, self._sender = (self._streams.thread(name) for name in ("penstock-host", "penstock-up"))
         self._idle_since = 0.0
 
-    def _num_copies(self, chunk: Chunk) -> int:
-        """Of the gradient, and of a weight that lies on the device."""
-        return 0 if not self._copied else 1 if chunk.parameter in self._streamed else 2
-
-    def _place(self, chunk: Chunk) -> _HostCopy:
-        state, dtype = self.arena.cut(chunk.state_bytes), self._dtypes[chunk.weight_bytes]
-        copies = [self.arena.cut(chunk.copy_bytes).view(dtype) for _ in range(self._num_copies(chunk))]
-        gradient, weight = (*copies, None, None)[:2]
-        return _HostCopy(state, weight, gradient)
+    def sends_down(self, chunk: Chunk) -> bool:
+        """Wherever device and host have memories of their own."""
+        return chunk in self._landings
 
     def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
-        """Send it down at once: during backward the link has nothing else to do, and its memory is wanted."""
-        landing = self._copies[chunk].gradient
-        if landing is not None:
-            written = self._streams.main_mark()  # backward is still writing it
-            down = self._link.to_host.copy(landing, gradient, deadline=NOW, after=written, label="down")
-            self._arrived[chunk] = down.result()
-
-    def sent(self) -> Mark:
-        """The point after which all gradients that were sent down have arrived."""
-        return self._link.to_host.mark()
+        """Send it down."""
+        if chunk in self._landings:
+            self._landings.send(chunk, gradient)
 
     def update(self, update: Update) -> Future[Mark]:
         """Queue the chunk for the threads; they take it when its gradient and the scalars are there."""
-        arrived = self._arrived.pop(update.chunk, Mark())
-        if self._copied:  # what was sent down is not kept on the GPU until the threads come to it
-            update = dataclasses.replace(update, gradient=None)
+        arrived = Mark()
+        if update.chunk in self._landings:  # what was sent down is not kept on the GPU until the threads come to it
+            landed, arrived = self._landings.take(update.chunk)
+            update = dataclasses.replace(update, gradient=landed)
         done: Future[Mark] = Future()
         given = self._order.submit(self._begin, update, arrived)
         self._sender.submit(self._send_up, update, given, done)
@@ -91,15 +68,14 @@ class HostHome:
     @torch.no_grad()
     def _begin(self, update: Update, arrived: Mark) -> tuple[float, Callable[[], None] | None]:
         """Give the chunk to the cores. When that was, and what waits for them; nothing if the step is not applied."""
-        copy, coefficients = self._copies[update.chunk], update.coefficients
-        weight = update.weight if copy.weight is None else copy.weight
-        gradient = update.gradient if copy.gradient is None else copy.gradient
+        chunk, gradient, coefficients = update.chunk, update.gradient, update.coefficients
+        weight = self._weights.get(chunk, update.weight)
         assert gradient is not None, "a gradient is on the device, or was sent down"
         arrived.wait_on_host()  # or the cores would read the gradient of the step before
         # Once the scalars are here the device has passed the norm, so that no backward reads the weight any more.
         row = coefficients.host.read()[coefficients.group]
         began = time.perf_counter()
-        return began, self._threads.begin(self._rule, weight, gradient, view_state(update.chunk, copy.state), row)
+        return began, self._threads.begin(self._rule, weight, gradient, view_state(chunk, self._state[chunk]), row)
 
     def _send_up(
         self, update: Update, given: Future[tuple[float, Callable[[], None] | None]], done: Future[Mark]
@@ -113,7 +89,7 @@ class HostHome:
             wait()
             busy_since, self._idle_since = max(began, self._idle_since), time.perf_counter()
             self._streams.timeline.spent("cpu", busy_since, self._idle_since)
-            copy, deadline = self._copies[update.chunk].weight, self._deadlines[update.chunk.parameter]
+            copy, deadline = self._weights.get(update.chunk), self._deadlines[update.chunk.parameter]
             if copy is None:
                 done.set_result(Mark())
             else:  # not waited for: the next chunk may be more urgent
@@ -125,11 +101,11 @@ class HostHome:
     def state(self, chunk: Chunk) -> Tensor:
         """In the arena, once the threads are done."""
         self._sender.submit(lambda: None).result()
-        return self._copies[chunk].state
+        return self._state[chunk]
 
     def weight_was_set(self, chunk: Chunk, weight: Tensor) -> None:
         """Take the new weight as the high half of the master."""
-        copy = self._copies[chunk].weight
+        copy = self._weights.get(chunk)
         if copy is not None:
             copy.copy_(weight)
 
@@ -140,7 +116,9 @@ class HostHome:
         for way in (self._link.to_device, self._link.to_host):
             way.mark().wait_on_host()  # or copies would go on in memory that is given back
         self._threads.close()
-        self._copies.clear()
+        self._state.clear()
+        self._weights.clear()
+        self._landings.clear()
         self.arena.close()
 
 

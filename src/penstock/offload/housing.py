@@ -26,7 +26,7 @@ class Housing:
 
     def __init__(self, trained: Trained, placement: Placement, rule: Rule, link: Link, *, in_backward: bool) -> None:
         """`in_backward`: updates come while activations are there, so that few of them may wait for a slot."""
-        self._parameters, self._separate = trained.parameters, link.streams.separate_memory
+        self._parameters = trained.parameters
         around = Surroundings(rule, link, trained.deadlines(), trained.streamed)
         near = near_cores(trained.device)
         most_waiting = STREAM_QUEUE if in_backward else 0
@@ -47,11 +47,10 @@ class Housing:
         """The home whose state may be prefetched."""
         return next((home for home, _ in self.homes if isinstance(home, StreamHome)), None)
 
-    def leaves_to(self, index: int) -> HostHome | None:
-        """The home to which the whole gradient of a parameter goes, so that the device need not keep it."""
-        homes = [self.home_of[chunk] for chunk in self.chunks[index]]  # none of an empty shard
-        first = homes[0] if homes and self._separate else None
-        return first if isinstance(first, HostHome) and all(home is first for home in homes) else None
+    def leaves(self, index: int) -> bool:
+        """Whether the whole gradient of a parameter leaves the device, so that it need not be kept there."""
+        chunks = self.chunks[index]  # none of an empty shard
+        return bool(chunks) and all(self.home_of[chunk].sends_down(chunk) for chunk in chunks)
 
     @torch.no_grad()
     def start_from(self, remainders: Mapping[int, Tensor] | None = None, indices: Iterable[int] | None = None) -> None:

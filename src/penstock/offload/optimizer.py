@@ -186,12 +186,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Start gradients of host chunks on their way; free the whole gradient if all of it goes."""
         for chunk in self._housing.chunks[index]:
             self._housing.home_of[chunk].gradient_final(chunk, chunk.of(flat))
-        home = self._housing.leaves_to(index)
-        if home is not None:
+        if self._housing.leaves(index):
             step.was_sent(index)
             self._parameters[index].grad = None
             if self._prefetcher is not None:
-                self._prefetcher.gradient_sent(home.sent(), flat.nbytes)
+                self._prefetcher.gradient_sent(self._link.to_host.mark(), flat.nbytes)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -32,8 +32,8 @@ from penstock.plan.layout import (
     cut,
     gpu_reserve,
 )
-from penstock.plan.placement import Dealt, Placement, deal, deal_within, prefetch_room
-from penstock.plan.split import Manner, ModelBytes, Profile, Requirements, Room, requirements
+from penstock.plan.placement import Dealt, Placement, deal, deal_away, deal_within, prefetch_room
+from penstock.plan.split import Manner, ModelBytes, Profile, Requirements, Room, requirements, streamed_share
 
 Homes = Literal["auto"] | HomeName | Mapping[HomeName, float]
 UNKNOWN = Profile()
@@ -73,18 +73,16 @@ def place(
     check_homes(homes)
     near = near_cores(trained.device)
     cores = tuple(adam_cores(near, cpu_adam_cores))
-    away = trained.streamed
-    wholes = [whole for whole in trained.whole_chunks(format) if whole.parameter not in away]
-    dealt: Dealt = {"gpu": [], "stream": [], "host": []}
-    room = None
-    if away:  # their weights lie in host memory, and are updated there
-        everything = [cut(whole, chunk_size or DEFAULT_CHUNK) for whole in trained.whole_chunks(format)]
-        dealt["host"] = [chunk for chunks in everything for chunk in chunks if chunk.parameter in away]
+    everything, room = trained.whole_chunks(format), None
+    away = [whole for whole in everything if whole.parameter in trained.streamed]
+    wholes = [whole for whole in everything if whole.parameter not in trained.streamed]
+    dealt = _deal_away(away, homes, trained.device, profile, manner, cores, chunk_size)
     if wholes:
         bytes_after = _bytes_after(trained, profile)
         need = _requirements(trained, format, profile, manner, bytes_after)
         if homes == "auto":
-            here = _choose(need, trained.device, wholes, profile, cores, chunk_size)
+            taken = sum(chunk.state_bytes + chunk.copy_bytes for chunks in dealt.values() for chunk in chunks)
+            here = _choose(need, trained.device, wholes, profile, cores, chunk_size, taken)
         else:
             shares = dict(homes) if isinstance(homes, Mapping) else {homes: 1.0}
             here = deal([cut(whole, chunk_size or DEFAULT_CHUNK) for whole in wholes], shares)
@@ -92,6 +90,33 @@ def place(
             room = prefetch_room(need, bytes_after, _sent(here, wholes))
         dealt = {name: here[name] + dealt[name] for name in dealt}
     return Placement(dealt, cores, room)
+
+
+def _deal_away(
+    wholes: Sequence[Chunk],
+    homes: Homes,
+    device: torch.device,
+    profile: Profile,
+    manner: Manner,
+    cores: Sequence[int],
+    chunk_size: int | None,
+) -> Dealt:
+    """Chunks whose weights lie in host memory: updated there, a share of them on the device, and none is resident."""
+    if not wholes:
+        return {"gpu": [], "stream": [], "host": []}
+    share, suitable = 0.0, chunk_size or DEFAULT_CHUNK
+    if homes == "auto" and device.type == "cuda":
+        rates, state_bytes = measure_rates(device, cores, wholes[0].format), wholes[0].state_bytes / wholes[0].size
+        hidden = profile.backward_seconds if manner.in_backward else profile.forward_seconds
+        share = streamed_share(
+            ModelBytes(sum(w.size for w in wholes), state_bytes, wholes[0].weight_bytes), rates, hidden
+        )
+        suitable = chunk_size or chunk_for(rates.link_bytes_per_s, state_bytes)
+    elif homes != "auto":
+        shares = dict(homes) if isinstance(homes, Mapping) else {homes: 1.0}
+        in_stream, on_host = shares.get("stream", 0.0), shares.get("host", 0.0)
+        share = in_stream / (in_stream + on_host) if in_stream else 0.0
+    return deal_away([chunk for whole in wholes for chunk in cut(whole, suitable)], share)
 
 
 def _requirements(
@@ -137,8 +162,12 @@ def _choose(
     profile: Profile,
     cores: Sequence[int],
     chunk_size: int | None,
+    taken: int = 0,
 ) -> Dealt:
-    """Chunks by home for what is free now. Weights are allocated already; gradients and activations are not."""
+    """Chunks by home for what is free now. Weights are allocated already; gradients and activations are not.
+
+    `taken`: what others will have of the host's memory.
+    """
     format, state_bytes = wholes[0].format, need.state_bytes
     # Cut all the same: of a shard that is empty there is no chunk.
     everything = deal([cut(whole, max(1, whole.size)) for whole in wholes], {"gpu": 1.0})
@@ -146,7 +175,8 @@ def _choose(
         return everything
     free, total = gpu_room(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    room = Room(free + cached - gpu_reserve(total), (available_host_bytes() - HOST_RESERVE) // profile.ranks_here)
+    on_host = (available_host_bytes() - HOST_RESERVE) // profile.ranks_here - taken
+    room = Room(free + cached - gpu_reserve(total), on_host)
     if room.gpu_bytes >= need.kept_bytes + need.num_params * state_bytes:
         return everything
     rates = measure_rates(device, cores, format)

@@ -65,7 +65,9 @@ def measure_rates(device: torch.device, cores: Sequence[int], format: StateForma
             start = time.perf_counter()
             streamed, updated = both.map(keep_busy, (stream, host), (seconds, seconds))
             took = time.perf_counter() - start
+    start = time.perf_counter()
+    alone = keep_busy(host, SECONDS / 2) / (time.perf_counter() - start)
     stream.close()
     host.close()
     crossed = streamed * chunks[0].state_bytes + updated * gradient.nbytes  # state, and the weights of the other home
-    return Rates(crossed / took, updated * SAMPLE_PARAMS / took)
+    return Rates(crossed / took, updated * SAMPLE_PARAMS / took, alone * SAMPLE_PARAMS)

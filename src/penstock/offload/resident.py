@@ -26,6 +26,10 @@ class ResidentHome:
         self._state = {c: torch.zeros(c.state_bytes, dtype=torch.uint8, device=streams.device) for c in chunks}
         self._views = {c: view_state(c, state) for c, state in self._state.items()}
 
+    def sends_down(self, chunk: Chunk) -> bool:
+        """It is where it is needed."""
+        return False
+
     def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
         """It is where it is needed."""
 

@@ -1,7 +1,11 @@
-"""`stream`: state in an arena; a chunk travels into a slot, is updated on the device, and travels home."""
+"""`stream`: state in an arena; a chunk travels into a slot, is updated on the device, and travels home.
+
+Of a unit that streams the weight travels with it, and the gradient, which has left the device in backward.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,6 +17,7 @@ from penstock.flow.arena import Arena
 from penstock.flow.lanes import Mark
 from penstock.flow.slots import SlotRing
 from penstock.offload.homes import Surroundings, Update, update_on_device
+from penstock.offload.landings import DTYPES, Landings
 from penstock.plan.layout import NUM_SLOTS, Chunk, padded
 from penstock.update.formats import view_state
 
@@ -33,10 +38,15 @@ class StreamHome:
         """`most_waiting`: chunks that may wait for a slot, whose gradients take memory meanwhile; 0: all of them."""
         self._link, self._streams, self._rule = around.link, around.link.streams, around.rule
         self._deadlines, self.chunks = around.deadlines, list(chunks)
+        self._away = {c for c in chunks if c.parameter in around.streamed}
+        # In backward a gradient is where it is needed; after it, it would be kept there until the norm is known.
+        landing = [c for c in chunks if c in self._away] if self._streams.separate_memory and not most_waiting else []
         pinned = self._streams.device.type == "cuda"
-        self.arena = Arena(sum(padded(c.state_bytes) for c in chunks), pinned=pinned, cores=cores)
+        total = sum(padded(c.state_bytes) for c in chunks) + sum(padded(c.copy_bytes) for c in landing)
+        self.arena = Arena(total, pinned=pinned, cores=cores)
         self._state = {c: self.arena.cut(c.state_bytes) for c in chunks}
-        self._ring = SlotRing(NUM_SLOTS, max(c.state_bytes for c in chunks), self._streams)
+        self._landings = Landings(landing, self.arena, self._link)
+        self._ring = SlotRing(NUM_SLOTS, max(self._slot_bytes(c) for c in chunks), self._streams)
         self._lane = self._streams.lane("update", urgent=True)
         self._thread = self._streams.thread("penstock-stream")
         self._home_again: dict[Chunk, Mark] = {}  # after which a chunk's state is back from its last update
@@ -45,12 +55,26 @@ class StreamHome:
         self._most_waiting = most_waiting
         self._waiting: deque[Future[Mark]] = deque()
 
+    def _slot_bytes(self, chunk: Chunk) -> int:
+        """State, and of a weight that lies in host memory room for it and for its gradient."""
+        beside = 2 * padded(chunk.copy_bytes) if chunk in self._away else 0
+        return padded(chunk.state_bytes) + beside
+
+    def sends_down(self, chunk: Chunk) -> bool:
+        """That of a weight which lies in host memory, to come back with it."""
+        return chunk in self._landings
+
     def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
-        """It is where it is needed."""
+        """It is where it is needed, or leaves."""
+        if chunk in self._landings:
+            self._landings.send(chunk, gradient)
 
     def update(self, update: Update) -> Future[Mark]:
         """Queue the chunk for the thread; with `most_waiting`, not before the queue is that short."""
-        future = self._thread.submit(self._update_now, update)
+        if update.chunk in self._away:
+            future = self._thread.submit(self._update_away, update, self._landed(update.chunk))
+        else:
+            future = self._thread.submit(self._update_now, update)
         if self._most_waiting:
             self._waiting.append(future)
             if len(self._waiting) > self._most_waiting:
@@ -94,6 +118,34 @@ class StreamHome:
             self._prefetched_out.append(gone)
         return updated
 
+    def _landed(self, chunk: Chunk) -> tuple[Tensor, Mark] | None:
+        return self._landings.take(chunk) if chunk in self._landings else None
+
+    @torch.no_grad()
+    def _update_away(self, update: Update, landed: tuple[Tensor, Mark] | None) -> Mark:
+        """The same with a weight that lies in host memory: it travels too, and so does a gradient that left."""
+        chunk, slot = update.chunk, self._ring.take()
+        sizes = (chunk.state_bytes, chunk.copy_bytes, chunk.copy_bytes)
+        starts = (0, padded(sizes[0]), padded(sizes[0]) + padded(sizes[1]))
+        state, *copies = (slot.memory[start : start + size] for start, size in zip(starts, sizes, strict=True))
+        weight, gradient = (copy.view(DTYPES[chunk.weight_bytes]) for copy in copies)
+        deadline, way_in = self._deadlines[chunk.parameter], self._link.to_device
+        self._lane.wait(self._copy_in(chunk, state, None))  # or the kernel would read what was in the slot before
+        self._lane.wait(way_in.copy(weight, update.weight, deadline=deadline).result())
+        if landed is not None:
+            self._lane.wait(way_in.copy(gradient, landed[0], deadline=deadline, after=landed[1]).result())
+            update = dataclasses.replace(update, gradient=gradient)
+        here = dataclasses.replace(update, weight=weight)
+        updated = update_on_device(self._lane, self._rule, here, view_state(chunk, state))
+        out = self._link.to_host
+        ways = [
+            out.copy(*way, deadline=deadline, after=updated)
+            for way in ((self._state[chunk], state), (update.weight, weight))
+        ]
+        _, gone = (way.result() for way in ways)  # one lane: what was given later is gone later
+        self._home_again[chunk] = slot.free = gone
+        return gone
+
     def _copy_in(self, chunk: Chunk, memory: Tensor, free: Mark | None) -> Mark:
         self._home_again.get(chunk, Mark()).wait_on_host()  # or, of few chunks, it would set out before it came home
         deadline = self._deadlines[chunk.parameter]
@@ -118,5 +170,6 @@ class StreamHome:
         self._come_home()
         self._thread.shutdown()
         self._state.clear()
+        self._landings.clear()
         self._ring.close()
         self.arena.close()

@@ -102,6 +102,18 @@ def deal(parameters: Sequence[Sequence[Chunk]], shares: Mapping[HomeName, float]
     return {**dealt, "gpu": joined(dealt["gpu"])}
 
 
+def deal_away(chunks: Sequence[Chunk], share: float) -> Dealt:
+    """Chunks whose weights lie in host memory: a share in `stream`, evenly over the model, the rest in `host`."""
+    dealt: Dealt = {"gpu": [], "stream": [], "host": []}
+    owed = 0.0
+    for chunk in chunks:
+        owed += share * chunk.size
+        home: HomeName = "stream" if owed > chunk.size / 2 else "host"
+        owed -= chunk.size if home == "stream" else 0
+        dealt[home].append(chunk)
+    return dealt
+
+
 def _whole_ones(sizes: Sequence[int], budget: Mapping[HomeName, float]) -> set[int]:
     """Numbers of the parameters that `host` gets whole: evenly over the model, then as near to its budget as they go.
 

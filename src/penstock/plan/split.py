@@ -8,6 +8,7 @@ The rules of memory are here once, for the plan, which predicts a profile, and f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -70,6 +71,8 @@ class Rates:
     """Each way, while both ways and the CPU are busy."""
     host_params_per_s: float
     """CPU AdamW, while the link is busy."""
+    alone_params_per_s: float = 0.0
+    """CPU AdamW while nothing else runs; 0: not known."""
 
 
 @dataclass(frozen=True)
@@ -199,3 +202,23 @@ def link_bytes(need: Requirements, stream: float, host: float) -> float:
     """What crosses the link between two backwards, in the direction that has more: state in and weights up, or out."""
     streamed = stream * need.state_bytes
     return max(streamed, max(0.0, streamed - need.prefetch_bytes(host)) + host * need.weight_bytes)
+
+
+def streamed_share(model: ModelBytes, rates: Rates, hidden_seconds: float) -> float:
+    """Of parameters whose weights lie in host memory, the share whose state streams; the cores update the rest.
+
+    With the state travel weight and gradient, and all weights come once more for the forward that hides it. What
+    travels passes through host memory as often as what the cores update, so where that is what holds the cores up, as
+    on most machines, a share that streams only slows them.
+    """
+    best, least = 0.0, math.inf
+    for step in range(STEPS + 1):
+        share = step / STEPS
+        travels = share * (model.state_bytes + 2 * model.weight_bytes) + model.weight_bytes
+        link_seconds = model.num_params * travels / rates.link_bytes_per_s
+        cpu_rate = rates.host_params_per_s if share else max(rates.alone_params_per_s, rates.host_params_per_s)
+        cpu_seconds = model.num_params * (1 - share) / cpu_rate
+        exposed = max(0.0, link_seconds - hidden_seconds, cpu_seconds - hidden_seconds)
+        if exposed < least - 1e-9:
+            best, least = share, exposed
+    return best
