@@ -296,9 +296,7 @@ def test_what_the_recipe_fixes_is_respected(field):
     job = replace(Job(LLAMA_8B, 4, 4096, compiled=True, weights="streamed"), **{field: value})
     plan = solve(job, LARGE_HOST, free=Free("fp32", 4))
     assert plan is not None
-    assert {"weights": plan.settings.weights, "order": plan.settings.order, "inputs": plan.settings.inputs}[
-        field
-    ] == value
+    assert {"weights": plan.weights, "order": plan.settings.order, "inputs": plan.settings.inputs}[field] == value
     assert plan.settings.streamed == (16 if field == "weights" else 32)
     assert plan.settings.order == ("rows" if field == "order" else "layers")
 

@@ -86,14 +86,14 @@ class Settings:
     inputs: str = "kept"
 
     @property
-    def weights(self) -> str:
-        """As a recipe says it; all layers as a number."""
-        return str(self.streamed) if self.streamed else "resident"
-
-    @property
     def by_layer(self) -> bool:
         """Whether layers are computed one by one, each again in backward from its saved input."""
         return self.streamed > 0 or self.order == "layers"
+
+
+def weights_word(streamed: int, layers: int) -> str:
+    """As a recipe says it."""
+    return {0: "resident", layers: "streamed"}.get(streamed, str(streamed))
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,7 @@ def state_buffers(
 
 def _slot_bytes(chunk: Chunk, *, beside: bool) -> int:
     """State, and with `beside` room for the weight and its gradient."""
-    return padded(chunk.state_bytes) + 2 * padded(chunk.copy_bytes) if beside else chunk.state_bytes
+    return padded(chunk.state_bytes) + (2 * padded(chunk.copy_bytes) if beside else 0)
 
 
 def total(buffers: Sequence[Buffer], place: Place) -> int:

@@ -15,7 +15,7 @@ from typing import cast
 from penstock.machine.known import Machine
 from penstock.plan import speed
 from penstock.plan.by_layer import Homes, LayerStep, LayerTraffic
-from penstock.plan.job import Crossing, Job, Seconds, Settings
+from penstock.plan.job import Crossing, Job, Seconds, Settings, weights_word
 from penstock.plan.layout import (
     FORMATS,
     HOST_RESERVE,
@@ -46,7 +46,7 @@ from penstock.plan.memory import (
     peaks,
     sharded_bytes,
 )
-from penstock.plan.placement import Dealt, deal
+from penstock.plan.placement import Dealt, deal, deal_away
 from penstock.plan.shares import choose_split, chunk_size_of, room_for_layers, split_of_layers
 from penstock.plan.split import Manner, ModelBytes, Profile, Rates, Requirements, Room, Split, requirements
 
@@ -125,7 +125,8 @@ class Plan:
             return self._deal(wholes, self.split)
         here = Split(self.split.gpu, self.split.stream - away.stream, self.split.host - away.host, 0.0)
         resident = self._deal([whole for whole in wholes if whole.parameter not in self.streamed], here)
-        streamed = self._deal([whole for whole in wholes if whole.parameter in self.streamed], away)
+        chunks = [chunk for i in self.streamed for chunk in cut(wholes[i], self.chunk_size)]
+        streamed = deal_away(chunks, away.stream / (away.stream + away.host))
         return {name: [*chunks, *streamed[name]] for name, chunks in resident.items()}
 
     def _deal(self, wholes: Sequence[Chunk], split: Split) -> Dealt:
@@ -185,6 +186,11 @@ class Plan:
             rows = self.rows if settings.order == "layers" else settings.micro_batch
             found.append(Buffer("parked inputs", "host", parked_bytes(a.layers, rows, self.job.length * a.hidden, b)))
         return found
+
+    @property
+    def weights(self) -> str:
+        """As a recipe says it."""
+        return weights_word(self.settings.streamed, self.job.architecture.layers)
 
     def peak_bytes(self, where: str) -> int:
         """The most in one place; on the GPU what torch's allocator hands out, so without the driver's."""

@@ -97,10 +97,10 @@ def with_recompute(recipe: Recipe, machine: Machine | None, gpus: int = 1) -> Re
     except UserError:  # a model that the plan does not know
         return _with_layers(recipe) if by_layer else _with_word(recipe, "full")
     if plan is None and may_go_by_layer(job, machine, gpus, free):
-        return _with_layers(recipe, _least(job, machine, free))
+        return _with_layers(recipe, predict(job, _least(job, machine, free), machine))
     if plan is None or not plan.settings.by_layer:
         return _with_word(recipe, plan.settings.recompute if plan else "full")
-    return _with_layers(recipe, plan.settings)
+    return _with_layers(recipe, plan)
 
 
 def _word(recipe: Recipe) -> str | None:
@@ -111,10 +111,11 @@ def _with_word(recipe: Recipe, recompute: str) -> Recipe:
     return replace(recipe, recompute=_word(recipe) or recompute)
 
 
-def _with_layers(recipe: Recipe, chosen: Settings | None = None) -> Recipe:
-    """With what was chosen, or with what is usual."""
-    usual = {"weights": "resident", "order": "layers", "inputs": "kept"}
-    words: dict[str, Any] = {name: getattr(chosen, name) for name in usual} if chosen else {**usual}
+def _with_layers(recipe: Recipe, plan: Plan | None = None) -> Recipe:
+    """With what was planned, or with what is usual."""
+    words: dict[str, Any] = {"weights": "resident", "order": "layers", "inputs": "kept"}
+    if plan is not None:
+        words = {"weights": plan.weights, "order": plan.settings.order, "inputs": plan.settings.inputs}
     free = {name: word for name, word in words.items() if getattr(recipe, name) == "auto"}
     return replace(recipe, recompute="full", **free)
 

@@ -18,10 +18,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "measured": plan.machine.measured,
         "batch_size": plan.job.batch_size,
         "max_length": plan.job.length,
-        "settings": asdict(plan.settings),
+        "settings": _settings(plan),
         "schedule": plan.job.schedule,
         "homes": plan.split.shares(),
-        "weights": plan.settings.weights,
         "streamed_layers": plan.settings.streamed,
         "crossings": [asdict(c) for c in plan.crossings],
         "gpu_bytes": plan.peak_bytes("gpu"),
@@ -36,6 +35,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "tokens_per_s": plan.tokens_per_s if plan.machine.predicts_time else None,
         "model_tflops": plan.tflops if plan.machine.predicts_time else None,
     }
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    """As a bench's rows have them."""
+    s = plan.settings
+    found = {"states": s.states, "micro_batch": s.micro_batch, "recompute": s.recompute}
+    return found | {"weights": plan.weights, "order": s.order, "inputs": s.inputs} if s.by_layer else found
 
 
 def report_json(report: Report) -> dict[str, Any]:
