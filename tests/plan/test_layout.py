@@ -1,5 +1,6 @@
 """The list of buffers is what the engine allocates, byte for byte, and the list of parameters is the model's."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from small_net import offload
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock.engine.weights import StreamedWeights
+from penstock.flow.transfers import link_of
 from penstock.model.decoder import find_decoder
 from penstock.offload.host import HostHome
 from penstock.offload.resident import ResidentHome
@@ -27,6 +30,7 @@ from penstock.plan.layout import (
     parameters,
     state_buffers,
     total,
+    unit_buffers,
 )
 from penstock.plan.placement import deal
 from penstock.recipe.presets import ARCHITECTURES, Architecture
@@ -143,3 +147,15 @@ def test_a_chunk_takes_about_the_same_time_on_every_link(link, state):
 
 def test_the_chunk_measured_on_the_h200_stays():
     assert chunk_for(50.0e9, 10.0) == DEFAULT_CHUNK
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_units_that_stream_take_what_the_layout_says(count):
+    architecture = dataclasses.replace(TINY, layers=6)
+    layers = find_decoder(build(architecture)).layers[-count:]
+    weights = StreamedWeights(layers, link_of(torch.device("cpu")))
+    sizes = [p.size for p in layout.layer_parameters(architecture)]
+    slots, at_home = unit_buffers([sizes] * count, 2)
+    assert slots.num_bytes == sum(slot.memory.nbytes for slot in weights._slots._slots)
+    assert at_home.num_bytes == weights.num_bytes
+    weights.close()

@@ -14,14 +14,13 @@ from penstock.command.cli import main
 from penstock.data.run_length import run_length
 from penstock.errors import RecipeError
 from penstock.machine.known import H200, MACHINES
+from penstock.plan.matrix import matrix, matrix_lines
 from penstock.plan.refusal import with_flags, without_flags
 from penstock.plan.report import (
     compare,
     lines,
     make_plan,
     make_report,
-    matrix,
-    matrix_lines,
     short,
     with_recompute,
 )
@@ -90,7 +89,7 @@ def test_every_command_to_paste_is_true(preset, gpu, capsys):
 
 
 def test_the_error_counts_as_the_table_does(capsys):
-    assert main(["plan", "qwen3-14b", "--gpu", "rtx4090"]) == 3
+    assert main(["plan", "qwen3-14b", "--gpu", "rtx4090", "--weights", "resident"]) == 3
     out, error = capsys.readouterr()
     total, size, free = re.search(r"GPU memory: ([\d.]+) GB of ([\d.]+); ([\d.]+) are kept free", out).groups()
     need, room = re.search(r"([\d.]+) GB of GPU memory, of which ([\d.]+) can be used", error).groups()
@@ -168,6 +167,71 @@ def test_auto_recompute_is_what_the_solver_finds_for_the_rest_of_the_recipe():
     assert with_recompute(replace(recipe, model="some/other-model"), H200).recompute == "full"
 
 
+def test_recipes_get_what_the_plan_chooses():
+    recipe, card = PRESETS["llama-8b"], MACHINES["rtx4090"]
+    chosen = with_recompute(recipe, card)
+    assert (chosen.weights, chosen.order, chosen.inputs, chosen.recompute) == ("7", "layers", "parked", "full")
+    assert make_plan(chosen, card).settings == make_plan(recipe, card).settings
+    assert with_recompute(chosen, card) == chosen
+    on_h200 = with_recompute(recipe, H200)
+    assert (on_h200.weights, on_h200.order, on_h200.inputs) == ("auto", "auto", "auto"), "nothing has to stream"
+    limit = with_recompute(replace(recipe, gpu_memory="24GB"), H200)
+    assert (int(limit.weights), limit.order) >= (1, "layers"), "and with less memory something has"
+    asked = with_recompute(replace(recipe, weights="streamed", inputs="parked"), H200)
+    assert (asked.weights, asked.order, asked.inputs, asked.recompute) == ("streamed", "layers", "parked", "full")
+    assert with_recompute(replace(recipe, order="layers"), H200).weights == "resident"
+    unknown = with_recompute(replace(recipe, model="some/other-model", weights="4"), H200)
+    assert (unknown.weights, unknown.order, unknown.inputs, unknown.recompute) == ("4", "layers", "kept", "full")
+    fixed = with_recompute(replace(recipe, recompute="none"), card)
+    assert (fixed.weights, fixed.recompute) == ("auto", "none"), "it is not computed again, so that nothing streams"
+
+
+@pytest.mark.parametrize("flags", [["--weights", "streamed"], ["--weights", "8"], ["--order", "layers"]], ids=" ".join)
+def test_several_gpus_stream_no_weights(flags, capsys):
+    assert main(["plan", "llama-8b", "--gpu", "h100", "--gpus", "2", *flags]) == 2
+    assert "on several GPUs are not there yet" in capsys.readouterr().err.replace("with several", "on several")
+
+
+def test_streamed_weights_are_shown(capsys):
+    assert main(["plan", "llama-70b", "--gpu", "h100", "--host-memory", "1TiB"]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "62 of 80 layers stream, order layers, inputs kept", "unit slots", "streamed weights", "gradient landings",
+        "saved inputs", "Link: in ", "weights 2", "lanes: link, each way", "CPU",
+    ):  # fmt: skip
+        assert part in said, part
+    assert main(["plan", "llama-8b", "--gpu", "rtx4090", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["streamed_layers"] == 7
+    assert [found["settings"][name] for name in ("weights", "order", "inputs")] == ["7", "layers", "parked"]
+    assert {b["name"] for b in found["buffers"]} >= {"unit slots", "streamed weights", "parked inputs"}
+    link = sum(c["in_bytes"] for c in found["crossings"]) / MACHINES["rtx4090"].link_bytes_per_s
+    assert found["seconds"]["link"] == pytest.approx(link)
+
+
+@pytest.mark.parametrize("gpu", ["rtx4090", "rtx5090", "h100", "gh200"])
+def test_what_a_small_host_lacks_is_said(gpu, capsys):
+    assert main(["plan", "llama-70b", "--gpu", gpu, "--host-memory", "512GiB"]) == 3
+    error = capsys.readouterr().err
+    need, room, missing = (
+        float(number)
+        for number in re.search(
+            r"([\d.]+) GB of host memory, of which ([\d.]+) can be used: ([\d.]+) are missing", error
+        ).groups()
+    )
+    assert missing == pytest.approx(need - room, abs=0.11)
+    assert "with weights and state on the host" in error
+
+
+def test_with_enough_host_memory_every_preset_fits_one_gpu():
+    machine = replace(MACHINES["rtx4090"], host_bytes=2 * 2**40)
+    cells = matrix(machine, (1,))
+    assert all(cell.plan is not None for cell in cells)
+    said = "\n".join(matrix_lines(machine, cells))
+    assert "does not fit" not in said
+    assert "streams 79" in said
+
+
 def test_reality_is_compared_without_the_first_steps():
     plan = make_plan(PRESETS["qwen3-14b"], H200)
     text = compare(plan, [60.0, 9.0, *([plan.seconds.step * 1.1] * 8)], int(plan.peak_bytes("gpu") * 0.99), 10**9)
@@ -216,7 +280,7 @@ def test_a_small_gpu_keeps_little_free(capsys):
 
 
 def test_advice_keeps_examples_whole_before_it_cuts_them(capsys):
-    assert main(["plan", "llama-8b", "--gpu", "rtx4090"]) == 3
+    assert main(["plan", "llama-8b", "--gpu", "rtx4090", "--weights", "resident"]) == 3
     error = capsys.readouterr().err
     assert "it changes: fewer rows in a step" in error
     command = error.strip().splitlines()[-1].split()

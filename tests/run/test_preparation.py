@@ -12,7 +12,7 @@ from penstock.checkpoint.store import Checkpoint
 from penstock.data.loader import Position
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE
-from penstock.errors import DoesNotFit
+from penstock.errors import DoesNotFit, RecipeError
 from penstock.model.load import load_model
 from penstock.recipe.presets import PRESETS
 from penstock.report.console import Console
@@ -72,3 +72,23 @@ def test_a_run_starts_after_what_was_saved_and_within_its_data():
     for row, expected in [(rows - 1, Position(2, rows - 1)), (rows, Position(3, 0))]:
         start = Start(run, None, Saved(checkpoint, Position(2, row), {}, 9, "", "", "", {}))
         assert (start.first_step, start.position) == (5, expected)
+
+
+def test_the_engine_gets_words_where_layers_are_computed_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(probe, "measure", None)
+    run = prepare_run(dataclasses.replace(DEMO, device="cpu", weights="streamed"), Console(quiet=True))
+    chosen, plan = planned(run, Console(quiet=True), ALONE)
+    recipe = chosen.recipe
+    assert (recipe.weights, recipe.order, recipe.inputs, recipe.recompute) == ("streamed", "layers", "kept", "full")
+    assert plan.settings.by_layer
+    as_it_was = prepare_run(dataclasses.replace(DEMO, device="cpu"), Console(quiet=True))
+    recipe = planned(as_it_was, Console(quiet=True), ALONE)[0].recipe
+    assert (recipe.weights, recipe.order, recipe.inputs, recipe.recompute) == ("auto", "auto", "auto", "none")
+
+
+@pytest.mark.parametrize("change", [{"weights": "streamed"}, {"weights": "2"}, {"order": "layers"}])
+def test_several_gpus_stream_no_weights(change):
+    two = dataclasses.replace(ALONE, size=2)
+    with pytest.raises(RecipeError, match="not there yet"):
+        prepare_run(dataclasses.replace(DEMO, **change), Console(quiet=True), two)

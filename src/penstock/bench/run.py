@@ -78,9 +78,7 @@ def bench(recipe: Recipe, asked: Asked, *, to: str, say: Say) -> Report:
     recipe = dataclasses.replace(recipe, init="random", dtype=pick_dtype(recipe.dtype, device))
     num_params = count_parameters(recipe, load_config(recipe))
     recipe = dataclasses.replace(recipe, compile=pick_compile(recipe, device, num_params))
-    if layer_by_layer(recipe):
-        recipe = dataclasses.replace(recipe, recompute="full")
-    elif recipe.recompute == "auto":
+    if layer_by_layer(recipe) or "auto" in (recipe.recompute, recipe.weights):
         recipe = with_recompute(recipe, this_machine(remeasure=False, say=say) if device.type == "cuda" else None)
     wanted = variants(recipe, asked.modes, asked.updates, asked.formats)
     results = Results(Path(to) if to else default_directory(device))

@@ -55,6 +55,7 @@ NEWEST = "newest"
 FREE = {
     "name", "output_dir", "device", "recompute", "skip_limit", "eval_every", "log_every", "save_every", "keep",
     "keep_best", "patience", "prompt", "trust_remote_code", "mode", "homes", "update", "cpu_adam_cores",
+    "weights", "order", "inputs", "gpu_memory",
     "track", "project", "tags",
     "offload_ratio", "bucket_size", "param_offload", "nvme_path", "leaf_module", "bind_cores",
 }  # fmt: skip
@@ -63,7 +64,10 @@ BY_CONTENT = {"model", "revision", "tokenizer", "data", "data_split", "eval_data
 """Fields that only say where something is: what is there is compared instead."""
 FIXED = {"dtype", "init", "shape", "states", "engine"}
 """Fields that decide what tensors there are; no flag makes these fit."""
-AS_BEGUN: dict[str, object] = {"dtype": "auto", "recompute": "auto", "max_length": 0, "micro_batch_size": 0}
+AS_BEGUN: dict[str, object] = {
+    "dtype": "auto", "recompute": "auto", "weights": "auto", "order": "auto", "inputs": "auto", "max_length": 0,
+    "micro_batch_size": 0,
+}  # fmt: skip
 """Fields that are not chosen anew where nobody says anything, and how that is written: compiled layers may round in
 another order with another recompute, and another machine may have room for other rows."""
 

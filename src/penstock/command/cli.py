@@ -249,6 +249,7 @@ def plan(words: list[str]) -> int:
     from penstock.machine.known import adjusted, find_machine
     from penstock.plan import report
     from penstock.plan.refusal import refusal
+    from penstock.plan.values import as_json, report_json
 
     def aside(text: str) -> None:
         print(text, file=sys.stderr)
@@ -268,9 +269,11 @@ def plan(words: list[str]) -> int:
         here = this_machine(remeasure=args.remeasure, say=aside) if pci_gpus() else unmeasured_machine()
         machine = adjusted(here, **known)  # type: ignore[arg-type]
     if args.all:
-        cells = report.matrix(machine)
-        rows = [{"preset": c.preset, "gpus": c.gpus, "plan": c.plan and report.as_json(c.plan)} for c in cells]
-        print(json.dumps(rows) if args.json else "\n".join(report.matrix_lines(machine, cells)))
+        from penstock.plan.matrix import matrix, matrix_lines
+
+        cells = matrix(machine)
+        rows = [{"preset": c.preset, "gpus": c.gpus, "plan": c.plan and as_json(c.plan)} for c in cells]
+        print(json.dumps(rows) if args.json else "\n".join(matrix_lines(machine, cells)))
         return 0
     if not recipe.max_length:  # nobody has said it: a tokenizer is needed, which takes seconds
         from penstock.run.row_length import with_length_if_known
@@ -278,7 +281,7 @@ def plan(words: list[str]) -> int:
         recipe = with_length_if_known(recipe, machine, args.gpus, aside)
     length = run_length(recipe) if recipe.data else None
     found = report.make_report(recipe, machine, args.gpus, best=args.best, length=length)
-    planned = report.report_json(found)
+    planned = report_json(found)
     if found.plan.fits or not args.json:
         print(json.dumps(planned) if args.json else "\n".join(report.lines(found)))
     if not found.plan.fits:

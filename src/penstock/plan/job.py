@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from penstock.errors import RecipeError
 from penstock.plan.layout import parameters
 from penstock.recipe.presets import Architecture
 
@@ -28,6 +29,10 @@ class Job:
     """On disk at once, at the most."""
     compiled: bool = False
     accumulate_dtype: str = "fp32"
+    weights: str = "resident"
+    """As in a recipe, and so are the next two."""
+    order: str = "auto"
+    inputs: str = "auto"
 
     @property
     def schedule(self) -> str:
@@ -46,6 +51,25 @@ class Job:
         """Elements of every parameter."""
         return [p.size for p in parameters(self.architecture)]
 
+    @property
+    def asks_for_layers(self) -> bool:
+        """Whether it says, itself, that layers are computed one by one."""
+        return self.weights not in ("auto", "resident") or self.order == "layers"
+
+    @property
+    def streamed_choices(self) -> range:
+        """Numbers of layers that may stream, the last ones of the model."""
+        layers = self.architecture.layers
+        if self.weights == "resident":
+            return range(1)
+        if self.weights == "auto":
+            return range(layers + 1)
+        count = layers if self.weights == "streamed" else int(self.weights)
+        if count > layers:
+            what = f"the model has {layers} layers"
+            raise RecipeError(what, where=f"weights = {self.weights}", remedy="Use streamed for all.")
+        return range(count, count + 1)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -56,6 +80,30 @@ class Settings:
     """Rows at once on one GPU."""
     recompute: str
     """As in a recipe, but for `auto`."""
+    streamed: int = 0
+    """Layers whose weights stream, the last ones."""
+    order: str = "rows"
+    inputs: str = "kept"
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether layers are computed one by one, each again in backward from its saved input."""
+        return self.streamed > 0 or self.order == "layers"
+
+
+def weights_word(streamed: int, layers: int) -> str:
+    """As a recipe says it."""
+    return {0: "resident", layers: "streamed"}.get(streamed, str(streamed))
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Bytes of a kind that cross the link in a step."""
+
+    name: str
+    in_bytes: float
+    """To the GPU."""
+    out_bytes: float
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ What comes and goes within a step (activations, the loss's chunks of logits) is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
@@ -195,9 +195,31 @@ def cut(whole: Chunk, chunk_size: int) -> list[Chunk]:
     return [replace(whole, start=at, size=min(step, whole.size - at)) for at in range(0, whole.size, step)]
 
 
-def model_buffers(sizes: Sequence[int], weight_bytes: int, *, place: Place = "gpu") -> list[Buffer]:
-    """Weights, and the sums from which the global norm is made."""
-    return [Buffer("weights", place, weight_bytes * sum(sizes)), Buffer("norm", place, 8 * num_sums(sizes))]
+def model_buffers(
+    sizes: Sequence[int], weight_bytes: int, *, place: Place = "gpu", streamed: Collection[int] = ()
+) -> list[Buffer]:
+    """Resident weights, all but those with the numbers `streamed`, and the sums from which the global norm is made."""
+    resident = sum(size for index, size in enumerate(sizes) if index not in streamed)
+    return [Buffer("weights", place, weight_bytes * resident), Buffer("norm", place, 8 * num_sums(sizes))]
+
+
+def unit_bytes(sizes: Sequence[int], weight_bytes: int) -> int:
+    """Bytes that a unit takes in an arena and in a slot: its parameters, given by their elements, one after another."""
+    return sum(padded(size * weight_bytes) for size in sizes)
+
+
+def unit_buffers(units: Sequence[Sequence[int]], weight_bytes: int, *, place: Place = "gpu") -> list[Buffer]:
+    """Of units that stream, each given by the elements of its parameters: where they lie, and where they compute."""
+    if not units:
+        return []
+    sizes = [unit_bytes(unit, weight_bytes) for unit in units]
+    slots = min(UNIT_SLOTS, len(units)) * max(sizes)
+    return [Buffer("unit slots", place, slots), Buffer("streamed weights", "host", sum(sizes))]
+
+
+def parked_bytes(layers: int, rows: int, row_elements: int, item_bytes: int) -> int:
+    """The arena of parked inputs: one of every layer and row."""
+    return layers * rows * padded(row_elements * item_bytes)
 
 
 def num_spans(size: int) -> int:
@@ -210,29 +232,46 @@ def num_sums(sizes: Sequence[int]) -> int:
     return 1 << max(0, sum(map(num_spans, sizes)) - 1).bit_length()
 
 
-def state_buffers(dealt: Mapping[HomeName, Sequence[Chunk]], *, on_gpu: bool = True) -> list[Buffer]:
-    """State by home, staging slots and arenas.
+def state_buffers(
+    dealt: Mapping[HomeName, Sequence[Chunk]],
+    *,
+    on_gpu: bool = True,
+    streamed: Collection[int] = (),
+    in_backward: bool = False,
+) -> list[Buffer]:
+    """State by home, staging slots and arenas. `streamed`: parameters whose weights lie in host memory.
 
-    Without a GPU everything is in host memory, and `host` updates weights and gradients where they are, so that it
-    keeps no copies of them.
+    Those need no copy of the weight. In `stream` weight and gradient travel with the state, and the gradient lands in
+    host memory as it does in `host`, unless it is updated `in_backward`, where it was made. Without a GPU everything is
+    in host memory, and `host` updates weights and gradients where they are, so that it keeps no copies of them.
     """
     device: Place = "gpu" if on_gpu else "host"
     found: list[Buffer] = []
-    resident, streamed, on_host = (dealt.get(name, ()) for name in ("gpu", "stream", "host"))
+    resident, travelling, on_host = (dealt.get(name, ()) for name in ("gpu", "stream", "host"))
 
     if resident:
         found.append(Buffer("resident state", device, sum(chunk.state_bytes for chunk in resident)))
-    if streamed:
-        arena = sum(padded(chunk.state_bytes) for chunk in streamed)
+    if travelling:
+        arena = sum(padded(chunk.state_bytes) for chunk in travelling)
+        slot = max(_slot_bytes(chunk, beside=chunk.parameter in streamed) for chunk in travelling)
         found.append(Buffer("streamed state", "host", max(ALIGNMENT, arena)))
-        found.append(Buffer("staging", device, NUM_SLOTS * max(chunk.state_bytes for chunk in streamed)))
+        found.append(Buffer("staging", device, NUM_SLOTS * slot))
     if on_host:
-        copies = 2 * sum(padded(chunk.copy_bytes) for chunk in on_host) if on_gpu else 0
+        copies = sum(padded(chunk.copy_bytes) for chunk in on_host if chunk.parameter not in streamed)
         arena = sum(padded(chunk.state_bytes) for chunk in on_host)
         found.append(Buffer("host state", "host", max(ALIGNMENT, arena)))
-        if copies:
-            found.append(Buffer("pinned copies", "host", copies))
+        if copies and on_gpu:
+            found.append(Buffer("pinned copies", "host", 2 * copies))
+    landing = on_host if in_backward else (*travelling, *on_host)
+    landings = sum(padded(chunk.copy_bytes) for chunk in landing if chunk.parameter in streamed)
+    if landings and on_gpu:
+        found.append(Buffer("gradient landings", "host", landings))
     return found
+
+
+def _slot_bytes(chunk: Chunk, *, beside: bool) -> int:
+    """State, and with `beside` room for the weight and its gradient."""
+    return padded(chunk.state_bytes) + (2 * padded(chunk.copy_bytes) if beside else 0)
 
 
 def total(buffers: Sequence[Buffer], place: Place) -> int:

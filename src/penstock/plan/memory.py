@@ -90,19 +90,16 @@ def saved_in_layer(a: Architecture, work: Work, dial: Recompute = "none") -> flo
 
 def peaks(a: Architecture, work: Work, gpus: int = 1) -> Peaks:
     """Walk through forward, the loss and backward, and take the highest point. Of a gradient each GPU keeps a share."""
-    b, h, tokens = work.dtype_bytes, a.hidden, work.tokens
+    b, h = work.dtype_bytes, a.hidden
     whole, chosen = saved_in_layer(a, work), work.recompute_by_layer(a)
     by_dial = {dial: saved_in_layer(a, work, dial) for dial in set(chosen)}
     saved = [by_dial[dial] for dial in chosen]
     layer_gradients = float(b * sum(p.size for p in layer_parameters(a)))
-    inner = a.experts_per_token * a.moe_intermediate if a.experts else a.intermediate
-    in_flight = float(tokens * 2 * b * (inner + h))  # gradients of activations at the widest point of the MLP
-    if a.experts:
-        in_flight += tokens * b * a.experts_per_token * h
+    in_flight = in_flight_bytes(a, work)
     table = float(b * a.vocab * h)
     head = table if not a.tied else 0.0
 
-    at_loss = sum(saved) + _loss(a, work)
+    at_loss = sum(saved) + loss_bytes(a, work)
     dropped = kept = at_loss
     gradients = table / gpus  # of the head; a tied one is the embedding's
     below = sum(saved)
@@ -117,7 +114,15 @@ def peaks(a: Architecture, work: Work, gpus: int = 1) -> Peaks:
     return Peaks(dropped, kept, now)
 
 
-def _loss(a: Architecture, work: Work) -> float:
+def in_flight_bytes(a: Architecture, work: Work) -> float:
+    """Gradients of activations at the widest point of the MLP."""
+    b, h = work.dtype_bytes, a.hidden
+    inner = a.experts_per_token * a.moe_intermediate if a.experts else a.intermediate
+    found = float(work.tokens * 2 * b * (inner + h))
+    return found + work.tokens * b * a.experts_per_token * h if a.experts else found
+
+
+def loss_bytes(a: Architecture, work: Work) -> float:
     """The final norm, the hidden states, their gradient and the head's in fp32, and chunks of logits."""
     b, h = work.dtype_bytes, a.hidden
     logits = 4.0 * a.vocab * work.tokens

@@ -14,24 +14,24 @@ from typing import cast
 
 from penstock.machine.known import Machine
 from penstock.plan import speed
-from penstock.plan.job import Job, Seconds, Settings
+from penstock.plan.by_layer import Homes, LayerStep, LayerTraffic
+from penstock.plan.job import Crossing, Job, Seconds, Settings, weights_word
 from penstock.plan.layout import (
-    DEFAULT_CHUNK,
     FORMATS,
     HOST_RESERVE,
-    NUM_SLOTS,
-    STAGING,
     STREAM_QUEUE,
     Buffer,
     Chunk,
     HomeName,
     Place,
     StateFormat,
-    chunk_for,
     cut,
     gpu_reserve,
+    layer_parameters,
     model_buffers,
+    parked_bytes,
     state_buffers,
+    unit_buffers,
 )
 from penstock.plan.memory import (
     COMPILER_BYTES,
@@ -46,19 +46,9 @@ from penstock.plan.memory import (
     peaks,
     sharded_bytes,
 )
-from penstock.plan.placement import Dealt, deal
-from penstock.plan.split import (
-    Manner,
-    ModelBytes,
-    Profile,
-    Rates,
-    Requirements,
-    Room,
-    Split,
-    best_split,
-    link_bytes,
-    requirements,
-)
+from penstock.plan.placement import Dealt, deal, deal_away
+from penstock.plan.shares import choose_split, chunk_size_of, room_for_layers, split_of_layers
+from penstock.plan.split import Manner, ModelBytes, Profile, Rates, Requirements, Room, Split, requirements
 
 QUEUE = "gradients in the queue"
 
@@ -85,6 +75,12 @@ class Plan:
     gpu_room: float
     """What the plan may fill: the GPU's memory less the driver's and a reserve."""
     host_room: float
+    crossings: tuple[Crossing, ...] = ()
+    """What the link carries in a step."""
+    streamed_split: Split | None = None
+    """Of `split`, the layers whose weights stream."""
+    input_bytes: float = 0.0
+    """Saved inputs that are on the GPU at the peak, where layers are computed one by one."""
 
     @property
     def rows(self) -> int:
@@ -115,7 +111,7 @@ class Plan:
     @property
     def chunk_size(self) -> int:
         """Elements in a chunk, as the engine chooses it: from the link where it measures one."""
-        return _chunk_size(self.job, self.machine, self.format)
+        return chunk_size_of(self.job, self.machine, self.format)
 
     @cached_property
     def dealt(self) -> Dealt:
@@ -124,8 +120,24 @@ class Plan:
             Chunk(index, 0, -(-size // self.gpus), self.format, self.job.dtype_bytes)
             for index, size in enumerate(self.job.sizes)
         ]
-        shares = cast(dict[HomeName, float], self.split.shares())
+        away = self.streamed_split
+        if away is None:
+            return self._deal(wholes, self.split)
+        here = Split(self.split.gpu, self.split.stream - away.stream, self.split.host - away.host, 0.0)
+        resident = self._deal([whole for whole in wholes if whole.parameter not in self.streamed], here)
+        chunks = [chunk for i in self.streamed for chunk in cut(wholes[i], self.chunk_size)]
+        streamed = deal_away(chunks, away.stream / (away.stream + away.host))
+        return {name: [*chunks, *streamed[name]] for name, chunks in resident.items()}
+
+    def _deal(self, wholes: Sequence[Chunk], split: Split) -> Dealt:
+        shares = cast(dict[HomeName, float], split.shares())
         return deal([cut(whole, self.chunk_size) for whole in wholes], shares)
+
+    @cached_property
+    def streamed(self) -> range:
+        """Numbers of the parameters whose weights stream."""
+        a, count = self.job.architecture, len(layer_parameters(self.job.architecture))
+        return range(1 + (a.layers - self.settings.streamed) * count, 1 + a.layers * count)
 
     @cached_property
     def fits(self) -> bool:
@@ -147,11 +159,13 @@ class Plan:
         local = [-(-size // self.gpus) for size in self.job.sizes]
         on_gpu = self.machine.has_gpu
         device: Place = "gpu" if on_gpu else "host"
-        found = model_buffers(local, self.job.dtype_bytes, place=device)
-        found += state_buffers(self.dealt, on_gpu=on_gpu)
+        found = model_buffers(local, self.job.dtype_bytes, place=device, streamed=self.streamed)
+        found += self._away(device)
+        found += state_buffers(self.dealt, on_gpu=on_gpu, streamed=self.streamed, in_backward=self.job.in_backward)
         moment: list[tuple[str, float]] = [
             ("gradients", self.gradient_bytes),
-            ("activations", self.peak_step_bytes - self.gradient_bytes),
+            ("saved inputs", self.input_bytes),
+            ("activations", self.peak_step_bytes - self.gradient_bytes - self.input_bytes),
         ]
         if self.gpus > 1:
             moment.append(("gathered layers", sharded_bytes(self.job.architecture, self.job.dtype_bytes)))
@@ -163,6 +177,21 @@ class Plan:
         found.append(Buffer("process", "host", int(_process_bytes(self.job, self.machine))))
         return found
 
+    def _away(self, device: Place) -> list[Buffer]:
+        """Weights that stream with their slots, and parked inputs."""
+        a, b, settings = self.job.architecture, self.job.dtype_bytes, self.settings
+        layer = [p.size for p in layer_parameters(a)]
+        found = unit_buffers([layer] * settings.streamed, b, place=device)
+        if settings.by_layer and settings.inputs == "parked":
+            rows = self.rows if settings.order == "layers" else settings.micro_batch
+            found.append(Buffer("parked inputs", "host", parked_bytes(a.layers, rows, self.job.length * a.hidden, b)))
+        return found
+
+    @property
+    def weights(self) -> str:
+        """As a recipe says it."""
+        return weights_word(self.settings.streamed, self.job.architecture.layers)
+
     def peak_bytes(self, where: str) -> int:
         """The most in one place; on the GPU what torch's allocator hands out, so without the driver's."""
         return sum(b.num_bytes for b in self.buffers if b.place == where and b.name != "CUDA context")
@@ -170,7 +199,8 @@ class Plan:
     @property
     def loading(self) -> float:
         """GPU memory while the weights come."""
-        return loading_bytes(self.job.sizes, self.job.dtype_bytes, self.gpus)
+        sizes = [size for index, size in enumerate(self.job.sizes) if index not in self.streamed]
+        return loading_bytes(sizes, self.job.dtype_bytes, self.gpus)
 
     @property
     def disk(self) -> Disk:
@@ -257,15 +287,17 @@ def _requirements(job: Job, rank: _Rank, format: StateFormat, gpus: int) -> Requ
 
 def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Plan:
     """The plan for these settings. One that does not fit has all state on the host, to show what is missing."""
+    if settings.by_layer:
+        assert gpus == 1, "layers are computed one by one on one GPU only"
+        return _predict_by_layer(job, settings, machine)
     a, b, format = job.architecture, job.dtype_bytes, FORMATS[settings.states]
     rank = _rank(job, settings, machine, gpus)
     need = _requirements(job, rank, format, gpus)
     room = rooms(job, machine, gpus)
     extra = sharded_bytes(a, b) if gpus > 1 else 0.0
-    link = machine.link_bytes_per_s if machine.has_gpu else math.inf  # without a GPU there is nothing to cross
-    rates = Rates(link, machine.host_params_per_s / sharing_a_host(machine, gpus))
+    rates = _rates(machine, gpus)
     free = room.less(b * rank.num_params + extra)
-    split = _split(job, need, free, rates, format, machine) if room.host_bytes >= 0 else None
+    split = choose_split(job, need, free, rates, format, machine) if room.host_bytes >= 0 else None
     has_room = split is not None
     if split is None:
         split = Split(0, 0, need.num_params, 0.0) if need.gradients_leave else Split(0, need.num_params, 0, 0.0)
@@ -273,11 +305,64 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     if job.in_backward and rank.num_micro_batches == 1:
         gradients = 0.0
     peak = need.peak_bytes(split.host)
+    state = split.stream * need.state_bytes
+    crossings = (
+        Crossing("weights", split.host * b, 0.0),
+        Crossing("state", state, state),
+        Crossing("gradients", 0.0, split.host * b),
+    )
     return Plan(
         job, Settings(settings.states, rank.micro_batch, settings.recompute), machine, gpus, split, has_room,
         _seconds(job, rank, split, rates, format, gpus), activation_bytes=rank.peaks.activation_bytes,
         gradient_bytes=min(max(0.0, gradients), peak), peak_step_bytes=peak, gpu_room=room.gpu_bytes,
-        host_room=room.host_bytes,
+        host_room=room.host_bytes, crossings=tuple(c for c in crossings if c.in_bytes or c.out_bytes),
+    )  # fmt: skip
+
+
+def _rates(machine: Machine, gpus: int) -> Rates:
+    link = machine.link_bytes_per_s if machine.has_gpu else math.inf  # without a GPU there is nothing to cross
+    return Rates(link, machine.host_params_per_s / sharing_a_host(machine, gpus))
+
+
+def _layer_step(job: Job, settings: Settings) -> LayerStep:
+    manner = Manner(job.in_backward, job.overlap, accumulate_dtype=job.accumulate_dtype)
+    rows = min(settings.micro_batch, job.batch_size)
+    work = Work(rows, job.length, "full", job.attention, job.dtype_bytes, job.compiled)
+    parked = settings.inputs == "parked"
+    return LayerStep(job.architecture, work, job.batch_size, settings.streamed, settings.order, parked, manner)
+
+
+def gpu_shortage(job: Job, settings: Settings, machine: Machine) -> float:
+    """Bytes by which a step layer by layer is too large for the GPU with all state elsewhere; under 0 if it fits."""
+    step, format = _layer_step(job, settings), FORMATS[settings.states]
+    need = step.requirements(format.bytes_per_element(job.dtype_bytes), 0.0)
+    room = room_for_layers(job, step, format, rooms(job, machine, 1))
+    return need.peak_bytes(need.num_params) - room.gpu_bytes
+
+
+def _predict_by_layer(job: Job, settings: Settings, machine: Machine) -> Plan:
+    """The same where layers are computed one by one."""
+    b, format = job.dtype_bytes, FORMATS[settings.states]
+    rank = _rank(job, replace(settings, recompute="full"), machine, 1)
+    settings = replace(settings, micro_batch=rank.micro_batch, recompute="full")
+    step, state = _layer_step(job, settings), format.bytes_per_element(b)
+    traffic, rates, room = LayerTraffic(step, state, rank.step), _rates(machine, 1), rooms(job, machine, 1)
+    need = step.requirements(state, traffic.forward.seconds)
+    homes = split_of_layers(job, machine, traffic, need, room_for_layers(job, step, format, room), rates)
+    has_room = homes is not None
+    homes = homes or Homes(Split(0, 0, step.resident_params, 0.0), Split(0, 0, step.streamed_params, 0.0))
+    peak = need.peak_bytes(homes.resident.host)
+    kept = step.sums or (0.0 if job.in_backward else b * step.resident_params)
+    gradients = max(0.0, kept - need.sent_bytes(homes.resident.host))
+    inputs = min(step.inputs_at_peak(), peak)
+    crossings = traffic.crossings(homes)
+    link = max(sum(c.in_bytes for c in crossings), sum(c.out_bytes for c in crossings)) / rates.link_bytes_per_s
+    return Plan(
+        job, settings, machine, 1, homes.all, has_room,
+        replace(_seconds(job, rank, homes.all, rates, format, 1), link=link),
+        activation_bytes=need.activation_bytes - step.sums, gradient_bytes=min(gradients, peak - inputs),
+        peak_step_bytes=peak, gpu_room=room.gpu_bytes, host_room=room.host_bytes, crossings=crossings,
+        streamed_split=homes.streamed if settings.streamed else None, input_bytes=inputs,
     )  # fmt: skip
 
 
@@ -298,46 +383,6 @@ def _seconds(job: Job, rank: _Rank, split: Split, rates: Rates, format: StateFor
         cpu=split.host / rates.host_params_per_s,
         update=update, exchange=exchange,
     )  # fmt: skip
-
-
-def _chunk_size(job: Job, machine: Machine, format: StateFormat) -> int:
-    if job.homes or not job.overlap:
-        return DEFAULT_CHUNK
-    return chunk_for(machine.link_bytes_per_s, format.bytes_per_element(job.dtype_bytes))
-
-
-def _split(
-    job: Job, need: Requirements, room: Room, rates: Rates, format: StateFormat, machine: Machine
-) -> Split | None:
-    """Homes as the engine chooses them: everything resident if it fits, else the split that exposes least."""
-    if not job.overlap:
-        return _fixed({"host": 1.0}, need, room, rates, machine, overlap=False)
-    slots = room.less(format.num_bytes(min(STAGING, NUM_SLOTS * need.num_params), job.dtype_bytes))
-    if job.homes:
-        room = slots if dict(job.homes).get("stream") else room
-        return _fixed(dict(job.homes), need, room, rates, machine, overlap=True)
-    if room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes:
-        return Split(need.num_params, 0, 0, 0.0)
-    over = min(DEFAULT_CHUNK, need.num_params) * need.state_bytes
-    return best_split(need, slots.less(over, 2 * over), rates)  # by which what is dealt may be over its share
-
-
-def _fixed(
-    shares: dict[str, float], need: Requirements, room: Room, rates: Rates, machine: Machine, *, overlap: bool
-) -> Split | None:
-    """Homes that the recipe names, if they fit. Where there is one memory, all of them are in it."""
-    gpu, stream, host = (need.num_params * shares.get(n, 0.0) / sum(shares.values()) for n in ("gpu", "stream", "host"))
-    copied = need.state_bytes + (2 * need.weight_bytes if machine.has_gpu else 0)
-    on_gpu = gpu * need.state_bytes + need.peak_bytes(host)
-    on_host = stream * need.state_bytes + host * copied
-    if machine.one_memory:
-        on_gpu, on_host = on_gpu + on_host, 0.0
-    if on_gpu > room.gpu_bytes or on_host > room.host_bytes:
-        return None
-    link = link_bytes(need, stream, host) / rates.link_bytes_per_s
-    cpu = host / rates.host_params_per_s
-    exposed = max(0.0, max(link, cpu) - need.hidden_seconds) if overlap else 2 * link + cpu
-    return Split(gpu, stream, host, exposed)
 
 
 def largest_parts(plan: Plan, where: Sequence[str], count: int = 3) -> Sequence[Buffer]:

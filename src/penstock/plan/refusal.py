@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from penstock.errors import DoesNotFit
 from penstock.machine.known import MACHINES
-from penstock.plan.predict import Plan, largest_parts
+from penstock.plan.predict import Plan, gpu_shortage, largest_parts
 from penstock.plan.report import Report
 from penstock.plan.solve import TRADES, cheapest_change, flags_between, solve
 
@@ -15,17 +15,25 @@ from penstock.plan.solve import TRADES, cheapest_change, flags_between, solve
 def refusal(report: Report, command: Sequence[str]) -> DoesNotFit:
     """Exit 3: the largest parts, and the cheapest change that fits, to paste. `command`: the words typed so far."""
     plan = report.plan
-    scarce = "gpu" if plan.peak_bytes("gpu") > plan.gpu_room and plan.machine.has_gpu else "host"
+    short = gpu_shortage(plan.job, plan.settings, plan.machine) if plan.settings.by_layer else 0.0
+    too_large = short > 0 or plan.peak_bytes("gpu") > plan.gpu_room
+    scarce = "gpu" if too_large and plan.machine.has_gpu else "host"
     where: tuple[str, ...] = (scarce,)
     room, kind = (plan.gpu_room, "GPU memory") if scarce == "gpu" else (plan.host_room, "host memory")
     if plan.machine.one_memory:
         where, room, kind = ("gpu", "host"), plan.gpu_room, "memory"
     context = sum(b.num_bytes for b in plan.buffers if b.name == "CUDA context" and b.place in where)
-    need, room = sum(plan.peak_bytes(place) for place in where) + context, room + context
+    need, room = float(sum(plan.peak_bytes(place) for place in where) + context), room + context
+    if short > 0 and scarce == "gpu" and not plan.machine.one_memory:
+        need = room + short  # with slots for state, of which there is none yet
     parts = ", ".join(f"{b.name} {b.num_bytes / 1e9:.1f}" for b in largest_parts(plan, where))
+    away = (
+        "weights and state on the host as far as they" if plan.settings.streamed else "state on the host as far as it"
+    )
+    missing = f": {(need - max(0.0, room)) / 1e9:.1f} are missing" if need > room else ""
     what = (
-        f"does not fit: with state on the host as far as it can be, {need / 1e9:.1f} GB of {kind}, of which "
-        f"{max(0.0, room) / 1e9:.1f} can be used; the largest parts: {parts}"
+        f"does not fit: with {away} can be, {need / 1e9:.1f} GB of {kind}, of which "
+        f"{max(0.0, room) / 1e9:.1f} can be used{missing}; the largest parts: {parts}"
     )
     change = cheapest_change(plan)
     if change is not None:

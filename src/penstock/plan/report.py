@@ -1,4 +1,4 @@
-"""`penstock plan`: a recipe on a machine, in words or as one JSON object.
+"""`penstock plan`: a recipe on a machine, in words. `values.py` has the same for programs.
 
 Figures are in GB of 10^9 bytes, as the bench and the engine print them.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,24 +17,10 @@ from penstock.machine.known import Machine
 from penstock.plan.architecture import architecture_of
 from penstock.plan.job import Job, Settings
 from penstock.plan.layout import gpu_reserve
-from penstock.plan.predict import Plan, host_reserve, predict, sharing_a_host
-from penstock.plan.solve import (
-    EVERYTHING,
-    Alternative,
-    Free,
-    alternatives,
-    flags_between,
-    solve,
-)
-from penstock.recipe.lists import parse_homes
-from penstock.recipe.presets import ARCHITECTURES, PRESETS
+from penstock.plan.predict import Plan, gpu_shortage, host_reserve, predict, sharing_a_host
+from penstock.plan.solve import Alternative, Free, alternatives, flags_between, may_go_by_layer, solve
+from penstock.recipe.lists import parse_homes, parse_size
 from penstock.recipe.recipe import Recipe
-
-REFERENCE_GPUS = {
-    "llama-8b": 1, "qwen3-14b": 1, "phi-4": 1, "gpt-oss-20b": 1, "seed-oss-36b": 2, "qwen3-30b-a3b": 2, "llama-70b": 4,
-}  # fmt: skip
-"""Superchips that the launch scripts of DeepSpeedExamples' DeepSpeed-SuperOffload use."""
-
 
 FAR_OFF = 0.3
 """From which difference on a plan's seconds are doubted."""
@@ -81,6 +67,9 @@ def job_of(recipe: Recipe, dtype_bytes: int = 2, *, gpu: bool = True) -> Job:
         checkpoints=_checkpoints(recipe),
         compiled=recipe.compile and large and gpu and dtype_bytes == 2,
         accumulate_dtype=recipe.accumulate_dtype,
+        weights=recipe.weights if overlap else "resident",
+        order=recipe.order,
+        inputs=recipe.inputs,
     )
 
 
@@ -92,16 +81,75 @@ def _checkpoints(recipe: Recipe) -> int:
 
 
 def with_recompute(recipe: Recipe, machine: Machine | None, gpus: int = 1) -> Recipe:
-    """The recipe with a word for `recompute = auto`: the fastest that fits; of what is not known, `full`."""
-    if recipe.recompute != "auto":
-        return recipe
+    """The recipe with a word for `recompute = auto`: the fastest that fits; of what is not known, `full`.
+
+    Where layers are computed one by one, because the recipe says so or nothing else fits, it also has the weights, the
+    order and the inputs that the plan chooses.
+    """
+    by_layer = recipe.weights not in ("auto", "resident") or recipe.order == "layers"
     if machine is None or not machine.has_gpu:
-        return replace(recipe, recompute="none")
+        return _with_layers(recipe) if by_layer else _with_word(recipe, "none")
+    check_one_gpu(recipe, gpus)
+    machine, free = limited(machine, recipe), Free(recipe.states, recipe.rows_on(gpus), _word(recipe))
     try:
-        plan = solve(job_on(recipe, machine), machine, gpus, Free(recipe.states, recipe.rows_on(gpus)))
+        job = job_on(recipe, machine)
+        plan = solve(job, machine, gpus, free)
     except UserError:  # a model that the plan does not know
-        plan = None
-    return replace(recipe, recompute=plan.settings.recompute if plan else "full")
+        return _with_layers(recipe) if by_layer else _with_word(recipe, "full")
+    if plan is None and may_go_by_layer(job, machine, gpus, free):
+        return _with_layers(recipe, predict(job, _least(job, machine, free), machine))
+    if plan is None or not plan.settings.by_layer:
+        return _with_word(recipe, plan.settings.recompute if plan else "full")
+    return _with_layers(recipe, plan)
+
+
+def _word(recipe: Recipe) -> str | None:
+    return None if recipe.recompute == "auto" else recipe.recompute
+
+
+def _with_word(recipe: Recipe, recompute: str) -> Recipe:
+    return replace(recipe, recompute=_word(recipe) or recompute)
+
+
+def _with_layers(recipe: Recipe, plan: Plan | None = None) -> Recipe:
+    """With what was planned, or with what is usual."""
+    words: dict[str, Any] = {"weights": "resident", "order": "layers", "inputs": "kept"}
+    if plan is not None:
+        words = {"weights": plan.weights, "order": plan.settings.order, "inputs": plan.settings.inputs}
+    free = {name: word for name, word in words.items() if getattr(recipe, name) == "auto"}
+    return replace(recipe, recompute="full", **free)
+
+
+def _least(job: Job, machine: Machine, free: Free) -> Settings:
+    """What takes least of the GPU, for a recipe that does not fit: what is missing then shows in host memory."""
+    assert free.states, "the recipe has a format"
+    assert free.micro_batch, "and rows"
+    order = "layers" if job.order == "auto" else job.order
+    streamed = job.streamed_choices[-1]
+    kept = Settings(
+        free.states, free.micro_batch, "full", streamed, order, "kept" if job.inputs == "auto" else job.inputs
+    )
+    return kept if job.inputs != "auto" or gpu_shortage(job, kept, machine) <= 0 else replace(kept, inputs="parked")
+
+
+def check_one_gpu(recipe: Recipe, gpus: int) -> None:
+    """Refuse what only one GPU can do."""
+    if gpus == 1:
+        return
+    remedy = "Leave it out, or use one GPU."
+    if recipe.weights not in ("auto", "resident"):
+        what = "streamed weights with several GPUs are not there yet"
+        raise RecipeError(what, where=f"weights = {recipe.weights}", remedy=remedy)
+    if recipe.order == "layers" or recipe.inputs == "parked":
+        name = "order" if recipe.order == "layers" else "inputs"
+        what = "layers that are computed one by one on several GPUs are not there yet"
+        raise RecipeError(what, where=f"{name} = {getattr(recipe, name)}", remedy=remedy)
+
+
+def limited(machine: Machine, recipe: Recipe) -> Machine:
+    """The machine with no more GPU memory than the recipe may take."""
+    limit = None if recipe.gpu_memory == "auto" else parse_size(recipe.gpu_memory)
+    return replace(machine, gpu_bytes=min(machine.gpu_bytes, limit)) if limit else machine
 
 
 def job_on(recipe: Recipe, machine: Machine) -> Job:
@@ -118,9 +166,14 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
             where=f"--gpus {gpus}",
             remedy=f"Use --batch-size {gpus}, or fewer GPUs.",
         )
+    check_one_gpu(recipe, gpus)
+    job, machine = job_on(recipe, machine), limited(machine, recipe)
     recipe = with_recompute(recipe, machine, gpus)
     settings = Settings(recipe.states, recipe.rows_on(gpus), recipe.recompute)
-    return predict(job_on(recipe, machine), settings, machine, gpus)
+    if (chosen := job_on(recipe, machine)).asks_for_layers:
+        streamed = chosen.streamed_choices[0]
+        settings = replace(settings, streamed=streamed, order=chosen.order, inputs=chosen.inputs)
+    return predict(job, settings, machine, gpus)
 
 
 def make_report(
@@ -129,19 +182,19 @@ def make_report(
     """The plan, the whole run, and what else could be done. `best`: format, micro-batch and recompute are free."""
     stated = plan = make_plan(recipe, machine, gpus)
     if best:
-        plan = solve(plan.job, machine, gpus) or plan
+        plan = solve(plan.job, plan.machine, gpus) or plan
     found = alternatives(plan) if plan.fits else []
     others = tuple(replace(other, flags=flags_between(stated, other.plan)) for other in found)
     return Report(recipe.name, plan, length, others, flags_between(stated, plan))
-
-
-# --- for people ---------------------------------------------------------------------------------------------------
 
 
 def headline(plan: Plan) -> str:
     """What was planned, in one line."""
     settings = plan.settings
     recompute = "no recompute" if settings.recompute == "none" else f"recompute {settings.recompute}"
+    if settings.by_layer:
+        layers, inputs = plan.job.architecture.layers, f"inputs {settings.inputs}"
+        recompute = f"{settings.streamed} of {layers} layers stream, order {settings.order}, {inputs}"
     exact = "exact fp32 state" if settings.states == "fp32" else f"{settings.states} moments"
     clip = "clipped" if plan.job.clip else "not clipped"
     return f"{exact}, {counted(settings.micro_batch, 'row')} at once, {recompute}, updates {plan.job.schedule} ({clip})"
@@ -209,7 +262,8 @@ def _memory(plan: Plan) -> list[str]:
                 note = f"  beside all gradients; {plan.activation_bytes / 1e9:.1f} before there are any"
             found.append(f"  {part.name:<24}{part.num_bytes / 1e9:>8.2f}{note}")
     written = plan.disk
-    found.append(f"Loading: {plan.loading / 1e9:,.1f} GB at the peak; no copy in host memory")
+    copy = "streamed weights go to host memory once" if plan.settings.streamed else "no copy in host memory"
+    found.append(f"Loading: {plan.loading / 1e9:,.1f} GB at the peak; {copy}")
     kept = {0: "no checkpoint", 1: "one, at the end"}.get(plan.job.checkpoints, f"{plan.job.checkpoints} at once")
     found.append(
         f"Disk: {written.checkpoint_bytes / 1e9:,.1f} GB a checkpoint, {written.peak_bytes / 1e9:,.1f} at the peak "
@@ -228,8 +282,17 @@ def _time(plan: Plan, length: RunLength | None) -> list[str]:
         return found
     lanes = {"link, each way": s.link, "CPU": s.cpu, "updates": s.update, "between GPUs": s.exchange}
     beside = ", ".join(f"{name} {value:.3f}" for name, value in lanes.items() if value > 0.0005)
+    crossed = (
+        ("in", [(c.name, c.in_bytes) for c in plan.crossings]),
+        ("out", [(c.name, c.out_bytes) for c in plan.crossings]),
+    )
     found = [
         f"State lives: {homes}",
+        *(
+            [f"Link: {'; '.join(_crossed(*way) for way in crossed)}"]
+            if plan.settings.by_layer and plan.crossings
+            else []
+        ),
         f"Step: {s.step:.3f} s = forward {s.forward:.3f} + backward {s.backward:.3f} + recompute {s.recompute:.3f} "
         f"+ exposed {s.exposed:.3f}",
         f"  lanes: {beside}",
@@ -242,6 +305,12 @@ def _time(plan: Plan, length: RunLength | None) -> list[str]:
         *found,
         f"Whole run: {counted(length.steps, 'step')}, {counted(length.tokens, 'token')}, {clock} ({length.how})",
     ]
+
+
+def _crossed(way: str, parts: Sequence[tuple[str, float]]) -> str:
+    """What goes one way over the link in a step."""
+    named = ", ".join(f"{name} {num_bytes / 1e9:,.1f}" for name, num_bytes in parts if num_bytes)
+    return f"{way} {sum(num_bytes for _, num_bytes in parts) / 1e9:,.1f} GB" + (f" ({named})" if named else "")
 
 
 def _other(base: Plan, other: Alternative) -> list[str]:
@@ -282,107 +351,3 @@ def compare(plan: Plan, step_seconds: Sequence[float], gpu_bytes: int, host_byte
 
 def _against(text: str, real: float, planned: float, number: str) -> str:
     return f"{text}, planned {number} ({real / planned - 1:+.0%})"
-
-
-# --- every preset -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One preset on so many GPUs."""
-
-    preset: str
-    gpus: int
-    plan: Plan | None
-
-
-def matrix(machine: Machine, counts: Sequence[int] = (1, 2, 4)) -> list[Cell]:
-    """Every preset with an architecture on every number of GPUs, with the best settings; clipped, if that fits."""
-    jobs = {r.name: job_of(r) for r in PRESETS.values() if r.model in ARCHITECTURES}
-    return [
-        Cell(name, n, solve(job, machine, n, EVERYTHING) or solve(replace(job, clip=False), machine, n, EVERYTHING))
-        for name, job in jobs.items()
-        for n in counts
-    ]
-
-
-def matrix_lines(machine: Machine, cells: Sequence[Cell]) -> list[str]:
-    """A row a preset, a column a number of GPUs."""
-    counts = sorted({cell.gpus for cell in cells})
-    width = 30
-    found = [
-        f"Every preset on {machine.name} ({'one measured' if machine.measured else 'from data sheets, not measured'}), "
-        "best settings: format, tokens/s, recompute, rows at once on a GPU",
-        f"{'':<16}" + "".join(f"{f'{n} GPU' + ('s' if n > 1 else ''):<{width}}" for n in counts).rstrip(),
-    ]
-    for name in dict.fromkeys(cell.preset for cell in cells):
-        own = {cell.gpus: cell.plan for cell in cells if cell.preset == name}
-        found.append(f"{name:<16}" + "".join(f"{_cell(own[n]):<{width}}" for n in counts).rstrip())
-    notes = ["*: not clipped (--max-grad-norm 0); clipped it does not fit"]
-    return [*found, *(notes if any(c.plan and not c.plan.job.clip for c in cells) else []), "", *_fewer(cells)]
-
-
-def _cell(plan: Plan | None) -> str:
-    if plan is None:
-        return "does not fit"
-    settings = plan.settings
-    clip = "" if plan.job.clip else " *"
-    rate = f" {plan.tokens_per_s:,.0f}" if plan.machine.predicts_time else ""
-    return f"{settings.states}{rate} {settings.recompute} {settings.micro_batch}{clip}"
-
-
-def _fewer(cells: Sequence[Cell]) -> list[str]:
-    """Where fewer GPUs than the reference's are enough."""
-    found: list[str] = []
-    for name, needed in REFERENCE_GPUS.items():
-        fitting = {c.gpus: c.plan for c in cells if c.preset == name and c.plan is not None}
-        if not fitting:
-            found.append(f"{name}: does not fit (the reference uses {needed} GH200)")
-        elif min(fitting) < needed:
-            plan = fitting[min(fitting)]
-            how = f"{plan.settings.states} state" + ("" if plan.job.clip else ", not clipped")
-            found.append(f"{name}: {min(fitting)} is enough with {how} (the reference uses {needed} GH200)")
-    return found
-
-
-# --- for programs -------------------------------------------------------------------------------------------------
-
-
-def as_json(plan: Plan) -> dict[str, Any]:
-    """A plan as plain values."""
-    return {
-        "fits": plan.fits,
-        "gpus": plan.gpus,
-        "machine": plan.machine.name,
-        "measured": plan.machine.measured,
-        "batch_size": plan.job.batch_size,
-        "max_length": plan.job.length,
-        "settings": asdict(plan.settings),
-        "schedule": plan.job.schedule,
-        "homes": plan.split.shares(),
-        "gpu_bytes": plan.peak_bytes("gpu"),
-        "gpu_room_bytes": plan.gpu_room if plan.machine.has_gpu else 0.0,
-        "host_bytes": plan.peak_bytes("host"),
-        "host_room_bytes": plan.host_room if plan.machine.has_gpu else plan.gpu_room,  # its one memory
-        "buffers": [asdict(b) for b in plan.buffers],
-        "activation_bytes": plan.activation_bytes,
-        "loading_bytes": plan.loading,
-        "disk": asdict(plan.disk),
-        "seconds": asdict(plan.seconds) | {"step": plan.seconds.step} if plan.machine.predicts_time else None,
-        "tokens_per_s": plan.tokens_per_s if plan.machine.predicts_time else None,
-        "model_tflops": plan.tflops if plan.machine.predicts_time else None,
-    }
-
-
-def report_json(report: Report) -> dict[str, Any]:
-    """The report as plain values."""
-    others = [{"flags": list(o.flags), "trades": o.trades, **as_json(o.plan)} for o in report.others]
-    length = asdict(report.length) if report.length else None
-    sources = {"sources": list(report.plan.machine.sources)}
-    return {
-        "recipe": report.name,
-        **as_json(report.plan),
-        "run": length,
-        "flags": report.flags,
-        "alternatives": others,
-    } | sources

@@ -3,11 +3,12 @@
 Pure. A few dozen combinations of state format, micro-batch and recompute are predicted one by one; `place` splits the
 state of each. Activations and resident state compete for the same memory, so neither can be chosen before the other; a
 greedy order was rejected because it fills the GPU with activations whose recompute costs less than the streaming that
-they cause.
+they cause. Where none of them fits, layers are computed one by one, and as many of them stream as must.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,7 +17,7 @@ from itertools import islice, product
 from penstock.machine.known import Machine
 from penstock.plan.job import Job, Settings
 from penstock.plan.layout import FORMATS
-from penstock.plan.predict import Plan, predict
+from penstock.plan.predict import Plan, gpu_shortage, predict
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,66 @@ def _recomputes(layers: int) -> tuple[str, ...]:
 
 
 def plans(job: Job, machine: Machine, gpus: int, free: Free = EVERYTHING) -> Iterator[Plan]:
-    """All that fit: the most exact format first, and within it the fastest. Chunks are dealt for those asked for."""
-    found = [predict(job, settings, machine, gpus) for settings in settings_of(job, free, gpus)]
+    """All that fit: the most exact format first, and within it the fastest. Chunks are dealt for those asked for.
+
+    Weights stream where nothing else fits, or where the job says so; with several GPUs never.
+    """
+    for states in (free.states,) if free.states else FORMATS:
+        own = replace(free, states=states)
+        tried = [] if job.asks_for_layers else settings_of(job, own, gpus)
+        fitting = _in_order(predict(job, settings, machine, gpus) for settings in tried)
+        first = next(fitting, None)
+        if first is not None:
+            yield first
+            yield from fitting
+        elif may_go_by_layer(job, machine, gpus, free):
+            yield from _in_order(_plans_by_layer(job, machine, own))
+
+
+def _in_order(found: Iterable[Plan]) -> Iterator[Plan]:
     return (plan for plan in sorted((plan for plan in found if plan.has_room), key=_order) if plan.fits)
 
 
-def _order(plan: Plan) -> tuple[int, float, float]:
-    """Of equals the one that moves less comes first, and of these the one that recomputes less."""
-    moved = plan.split.stream + plan.split.host
-    return EXACTNESS.index(plan.settings.states), plan.seconds.step, moved
+def _order(plan: Plan) -> tuple[float, int, float, bool]:
+    """Of equals the one that moves less comes first, and of these the one that recomputes less.
+
+    Layer by layer, rows that run at once count more: fewer and larger products, and nothing to add up.
+    """
+    settings = plan.settings
+    streamed = plan.streamed_split
+    moved = plan.split.stream + plan.split.host + (streamed.stream + streamed.host if streamed else 0.0)
+    at_once = settings.micro_batch if settings.by_layer else 0
+    return plan.seconds.step, -at_once, moved, settings.inputs == "parked"
+
+
+def may_go_by_layer(job: Job, machine: Machine, gpus: int, free: Free) -> bool:
+    """Whether layers may be computed one by one: all of them again, on one GPU whose memory is not the host's.
+
+    State that the job wants on the GPU belongs to resident weights.
+    """
+    if gpus > 1 or free.recompute not in (None, "full"):
+        return False
+    unasked = job.weights == "auto" and machine.gpu_bytes > 0 and not dict(job.homes).get("gpu")
+    return job.asks_for_layers or unasked
+
+
+def _plans_by_layer(job: Job, machine: Machine, free: Free) -> Iterator[Plan]:
+    """Rows at once, inputs kept and parked, and for each as few layers that stream as the GPU has room for, or more.
+
+    Once nothing but updates on the GPU shows, more would be no faster.
+    """
+    order = "layers" if job.order == "auto" else job.order
+    inputs = ("kept", "parked") if job.inputs == "auto" else (job.inputs,)
+    counts = [count for count in job.streamed_choices if count or order == "layers"]
+    for tried, saved in product(settings_of(job, replace(free, recompute="full"), 1), inputs):
+        every = [replace(tried, streamed=count, order=order, inputs=saved) for count in counts]
+        whole = 1 if every[0].streamed == 0 else 0  # without slots, so that it may take less than with the first one
+        least = bisect_left(every, True, lo=whole, key=lambda settings: gpu_shortage(job, settings, machine) <= 0)
+        for settings in (*every[:whole], *every[least:]):
+            plan = predict(job, settings, machine)
+            yield plan
+            if plan.has_room and plan.seconds.exposed <= plan.seconds.update and plan.fits:
+                break
 
 
 def solve(job: Job, machine: Machine, gpus: int = 1, free: Free = EVERYTHING) -> Plan | None:
@@ -79,7 +131,7 @@ class Alternative:
 
 
 def flags_between(old: Plan, new: Plan) -> tuple[str, ...]:
-    """The flags that lead from one to the other."""
+    """The flags that lead from one to the other. Weights, order and inputs need none: `auto` finds the same."""
     found = []
     if new.settings.states != old.settings.states:
         found.append(f"--states {new.settings.states}")
@@ -116,6 +168,7 @@ def alternatives(base: Plan, count: int = 4) -> list[Alternative]:
                 trades = [] if job is base.job else ["no clipping"]
                 trades += [TRADES[states]] if states != base.settings.states and states in TRADES else []
                 found.append(Alternative(plan, flags_between(base, plan), "; ".join(trades)))
+    found = list({other.flags: other for other in reversed(found)}.values())[::-1]  # `auto` finds the first of equals
     apart = [o for o in found if abs(o.plan.seconds.step / base.seconds.step - 1) > 0.01]
     same = sorted((o for o in apart if not o.trades), key=lambda o: o.plan.seconds.step)[:2]
     kept, fastest = list(same), base.seconds.step

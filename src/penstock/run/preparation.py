@@ -35,7 +35,7 @@ from penstock.model.load import load_config, load_tokenizer
 from penstock.model.load_rows import build_on_meta, count_parameters
 from penstock.plan.layout import FORMATS
 from penstock.plan.predict import Plan
-from penstock.plan.report import make_plan, short, with_recompute
+from penstock.plan.report import check_one_gpu, make_plan, short, with_recompute
 from penstock.recipe.recipe import Recipe, recompute_by_layer, to_dict
 from penstock.report.console import Console
 from penstock.report.trackers import check_installed
@@ -83,6 +83,7 @@ def prepare_run(
     if not recipe.data:
         remedy = "Name a file, a directory, or a data set of the Hub, such as --data my.jsonl."
         raise RecipeError("no data is named", where="--data", remedy=remedy)
+    check_one_gpu(recipe, world.size)
     device = world.pick(pick_device(recipe.device))
     recipe = settle(recipe, console)
     if warning := check_deepspeed(recipe, device, world, resume=resume):
@@ -156,6 +157,8 @@ def make_repeatable(recipe: Recipe) -> None:
 
 def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]:
     """The run with what the plan chooses for it, said in advance. No plan of a model whose numbers it does not know.
+
+    If layers are computed one by one, its recipe has a word for weights, order and inputs too.
 
     Of a CPU, and of a model that is small beside any GPU, the memory is planned and nothing is measured: there is
     nothing to place, and no time is predicted.

@@ -16,7 +16,7 @@ from penstock.data.store import open_store
 from penstock.errors import UserError, counted
 from penstock.machine.known import Machine
 from penstock.model.load import load_config, load_tokenizer
-from penstock.plan.report import job_on
+from penstock.plan.report import job_on, limited
 from penstock.plan.solve import Free, solve
 from penstock.recipe.recipe import Recipe
 
@@ -81,6 +81,7 @@ class _NoData(Exception):
 
 def _fitting(recipe: Recipe, machine: Machine, gpus: int) -> Recipe:
     """Fewer rows at once before shorter rows: the first keeps every example whole. As it is, if nothing fits."""
+    machine = limited(machine, recipe)
     try:
         for candidate in _candidates(recipe, gpus):
             free = Free(candidate.states, candidate.rows_on(gpus), _word(candidate))

@@ -1,0 +1,88 @@
+"""Homes of state: as the engine chooses them, or as the recipe names them."""
+
+from __future__ import annotations
+
+from penstock.machine.known import Machine
+from penstock.plan.by_layer import Homes, LayerStep, LayerTraffic, named_layers, split_layers
+from penstock.plan.job import Job
+from penstock.plan.layout import (
+    DEFAULT_CHUNK,
+    NUM_SLOTS,
+    STAGING,
+    UNIT_SLOTS,
+    StateFormat,
+    chunk_for,
+    layer_parameters,
+    unit_bytes,
+)
+from penstock.plan.split import Rates, Requirements, Room, Split, best_split, link_bytes
+
+
+def chunk_size_of(job: Job, machine: Machine, format: StateFormat) -> int:
+    """Elements in a chunk: from the link where the engine measures one."""
+    if job.homes or not job.overlap:
+        return DEFAULT_CHUNK
+    return chunk_for(machine.link_bytes_per_s, format.bytes_per_element(job.dtype_bytes))
+
+
+def choose_split(
+    job: Job, need: Requirements, room: Room, rates: Rates, format: StateFormat, machine: Machine
+) -> Split | None:
+    """Homes as the engine chooses them: everything resident if it fits, else the split that exposes least."""
+    if not job.overlap:
+        return _named({"host": 1.0}, need, room, rates, machine, overlap=False)
+    slots = room.less(format.num_bytes(min(STAGING, NUM_SLOTS * need.num_params), job.dtype_bytes))
+    if job.homes:
+        room = slots if dict(job.homes).get("stream") else room
+        return _named(dict(job.homes), need, room, rates, machine, overlap=True)
+    if room.gpu_bytes >= need.kept_bytes + need.num_params * need.state_bytes:
+        return Split(need.num_params, 0, 0, 0.0)
+    over = min(DEFAULT_CHUNK, need.num_params) * need.state_bytes
+    return best_split(need, slots.less(over, 2 * over), rates)  # by which what is dealt may be over its share
+
+
+def _named(
+    shares: dict[str, float], need: Requirements, room: Room, rates: Rates, machine: Machine, *, overlap: bool
+) -> Split | None:
+    """Homes that the recipe names, if they fit. Where there is one memory, all of them are in it."""
+    gpu, stream, host = (need.num_params * shares.get(n, 0.0) / sum(shares.values()) for n in ("gpu", "stream", "host"))
+    copied = need.state_bytes + (2 * need.weight_bytes if machine.has_gpu else 0)
+    on_gpu = gpu * need.state_bytes + need.peak_bytes(host)
+    on_host = stream * need.state_bytes + host * copied
+    if machine.one_memory:
+        on_gpu, on_host = on_gpu + on_host, 0.0
+    if on_gpu > room.gpu_bytes or on_host > room.host_bytes:
+        return None
+    link = link_bytes(need, stream, host) / rates.link_bytes_per_s
+    cpu = host / rates.host_params_per_s
+    exposed = max(0.0, max(link, cpu) - need.hidden_seconds) if overlap else 2 * link + cpu
+    return Split(gpu, stream, host, exposed)
+
+
+def room_for_layers(job: Job, step: LayerStep, format: StateFormat, room: Room) -> Room:
+    """What weights, slots and parked inputs leave, and what is dealt may be over its share by."""
+    b, params = job.dtype_bytes, step.resident_params
+    unit = unit_bytes([p.size for p in layer_parameters(step.architecture)], b)
+    parked = step.architecture.layers * step.input_bytes if step.parked else 0.0
+    room = room.less(b * params + min(UNIT_SLOTS, step.streamed) * unit, step.streamed * unit + parked)
+    homes = dict(job.homes)
+    if job.overlap and (not homes or homes.get("stream")):
+        in_slots = min(STAGING, NUM_SLOTS * params)
+        room = room.less(format.num_bytes(in_slots, b) + (2 * b * in_slots if step.streamed else 0))
+    over = 0.0 if homes or not job.overlap else min(DEFAULT_CHUNK, params) * format.bytes_per_element(b)
+    return room.less(over, 2 * over)
+
+
+def split_of_layers(
+    job: Job, machine: Machine, traffic: LayerTraffic, need: Requirements, room: Room, rates: Rates
+) -> Homes | None:
+    """Homes in this room where layers are computed one by one. None if nothing fits."""
+    step = traffic.step
+    if machine.one_memory:  # nothing is gained by a home
+        taken = need.kept_bytes + step.resident_params * need.state_bytes
+        taken += step.streamed_params * (need.state_bytes + (job.dtype_bytes if machine.has_gpu else 0))
+        everything = Homes(Split(step.resident_params, 0, 0, 0.0), Split(0, 0, step.streamed_params, 0.0))
+        return everything if taken <= room.gpu_bytes + room.host_bytes else None
+    if job.homes or not job.overlap:
+        return named_layers(traffic, need, room, rates, dict(job.homes) if job.overlap else {"host": 1.0})
+    return split_layers(traffic, need, room, rates)
