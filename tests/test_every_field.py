@@ -32,6 +32,10 @@ CHANGES = {
     "compile": None,
     "mode": {"mode": "zerooffload"},
     "homes": {"homes": "stream=0.5,host=0.5"},
+    "weights": {"weights": "streamed"},
+    "order": {"order": "layers"},
+    "inputs": {"inputs": "parked"},
+    "gpu_memory": None,
     "update": {"update": "in-backward"},
     "cpu_adam_cores": {"cpu_adam_cores": 1.0},
     "engine": None,
@@ -102,6 +106,7 @@ ALSO = {  # settings that both runs share
     "keep": {"save_every": 1},
     "keep_best": {"validation": 0.1, "eval_every": 1, "keep": 1, **WRECKING},
     "patience": {"validation": 0.1, "eval_every": 1, **WRECKING},
+    "inputs": {"weights": "streamed"},
     "epochs": {"max_steps": 0, "data_percent": 30.0, "epochs": 0.5},
 }
 SEEN = {  # where a change shows, if not in the steps or the answer
@@ -112,6 +117,9 @@ SEEN = {  # where a change shows, if not in the steps or the answer
     "mode": ["state"],
     "homes": ["state"],
     "update": ["state"],
+    "weights": ["weights"],
+    "order": ["kept_bytes"],
+    "inputs": ["weights"],
     "cpu_adam_cores": ["state"],
     "validation": ["evals"],
     "eval_data": ["evals"],
@@ -128,6 +136,7 @@ ELSEWHERE = {
     "eval_split": "tests/data/test_loader.py",
     "device": "tests/machine/test_hardware.py",
     "reduce_dtype": "tests/engine/test_fsdp.py",
+    "gpu_memory": "tests/machine/test_gpu_memory.py",
     "accumulate_dtype": "tests/engine/test_native.py",
     "skip_limit": "tests/run/test_progress.py",
     "track": "tests/report/test_trackers.py",
@@ -196,6 +205,7 @@ def run(values, directory, places):
         "run_dir": str(recipe.run_dir),
         "kept_bytes": kept_bytes,
         "state": [line for line in capture.get().splitlines() if "optimizer state" in line],
+        "weights": [line for line in capture.get().splitlines() if "stream: " in line or "parked" in line],
         "saved": sorted(path.name for path in (recipe.run_dir / "checkpoints").iterdir()),
     }
 
@@ -231,7 +241,7 @@ def test_changing_the_field_changes_the_run(field, tmp_path, places, baseline, m
     assert any(after[name] != before[name] for name in SEEN.get(field, ["rows", "answer"])), f"{field} changed nothing"
 
 
-@pytest.mark.parametrize("field", ["recompute", "mode", "homes"])
+@pytest.mark.parametrize("field", ["recompute", "mode", "homes", "weights", "order", "inputs"])
 def test_these_change_no_number(field, tmp_path, places, baseline):
-    after = run(CHANGES[field], tmp_path / "run", places)
+    after = run({**ALSO.get(field, {}), **CHANGES[field]}, tmp_path / "run", places)
     assert after["rows"] == baseline({})["rows"]

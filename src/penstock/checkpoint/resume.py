@@ -55,8 +55,7 @@ NEWEST = "newest"
 FREE = {
     "name", "output_dir", "device", "recompute", "skip_limit", "eval_every", "log_every", "save_every", "keep",
     "keep_best", "patience", "prompt", "trust_remote_code", "mode", "homes", "update", "cpu_adam_cores",
-    "weights", "order", "inputs", "gpu_memory",
-    "track", "project", "tags",
+    "weights", "order", "inputs", "gpu_memory", "track", "project", "tags",
     "offload_ratio", "bucket_size", "param_offload", "nvme_path", "leaf_module", "bind_cores",
 }  # fmt: skip
 """Fields that may change when a run goes on."""

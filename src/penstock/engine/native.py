@@ -15,7 +15,7 @@ from penstock.data.loader import MicroBatch
 from penstock.engine import MemoryUse, StepResult, UnitState
 from penstock.engine.layerwise import LayerByLayer
 from penstock.engine.packed import PackedModel
-from penstock.engine.parked import saved_inputs
+from penstock.engine.parked import ParkedInputs, saved_inputs
 from penstock.engine.ranks import ALONE, World
 from penstock.engine.trial import try_once
 from penstock.engine.weights import layer_by_layer, stream_weights
@@ -63,6 +63,8 @@ class NativeEngine:
         if one_by_one:
             inputs = saved_inputs(self.packed, recipe, link)
             self._layerwise = LayerByLayer(self.packed, self._weights, inputs, link.streams.timeline)
+            if isinstance(inputs, ParkedInputs):
+                say(f"{inputs.arena.num_bytes / 1e9:,.2f} GB of host memory for inputs that are parked")
         behaviour = Behaviour(
             recipe.max_grad_norm,
             recipe.states,

@@ -15,7 +15,7 @@ from penstock.flow.arena import Arena
 from penstock.flow.lanes import Mark
 from penstock.flow.transfers import NOW, Link
 from penstock.machine.hardware import near_cores
-from penstock.plan.layout import PREFETCHED_INPUTS, padded
+from penstock.plan.layout import PREFETCHED_INPUTS, padded, parked_bytes
 from penstock.recipe.recipe import Recipe
 
 Key = tuple[int, int]
@@ -151,5 +151,5 @@ def saved_inputs(packed: PackedModel, recipe: Recipe, link: Link) -> SavedInputs
     if recipe.order == "rows":
         rows = recipe.rows_at_once
     width = 2 if recipe.dtype == "bf16" else 4
-    num_bytes = len(packed.decoder.layers) * rows * padded(recipe.max_length * config.hidden_size * width)
+    num_bytes = parked_bytes(len(packed.decoder.layers), rows, recipe.max_length * config.hidden_size, width)
     return ParkedInputs(num_bytes, link, near_cores(packed.device))
