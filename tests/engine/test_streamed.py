@@ -11,8 +11,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_native import TINY, step, tiny
 
 from penstock.engine.native import NativeEngine
+from penstock.engine.ranks import ALONE
 from penstock.engine.trial import full_batch
 from penstock.engine.weights import load_to_stream, streams
+from penstock.errors import RecipeError
+from penstock.flow.unit_slots import UnitSlots
 from penstock.model.load import load_config, load_model
 
 GPU = pytest.param(
@@ -112,3 +115,77 @@ def test_tied_weights():
     for clip in (1.0, 0.0):
         base = run(recipe_of(rows=4, max_grad_norm=clip, **tied))
         assert_same(run(recipe_of(rows=4, max_grad_norm=clip, weights="streamed", **tied)), base)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_streamed_run_goes_on_resident_and_the_other_way_round(device):
+    """Two steps, saved, restored into an engine of the other kind, and two more: the bits of four steps at once."""
+    straight = run(recipe_of(rows=4), device, steps=4)[1]
+    kinds = [recipe_of(rows=4, weights="streamed", inputs="parked"), recipe_of(rows=4)]
+    for first, second in (kinds, reversed(kinds)):
+        engine, other = build(first, device), build(second, device)
+        batches = micro_batches(4)
+        for _ in range(2):
+            step(engine, batches)
+        step(other, batches)  # what it has of its own is written over
+        saved = {t.name: t for group in engine.saved_tensors().values() for t in group}
+        for tensor in (t for group in other.saved_tensors().values() for t in group):
+            whole = torch.cat([piece.view(-1) for piece in saved[tensor.name].pieces])
+            for piece, part in zip(tensor.pieces, whole.split([len(p) for p in tensor.pieces]), strict=True):
+                piece.copy_(part)
+        other.restored()
+        for _ in range(2):
+            step(other, batches)
+        found = bits(other)
+        assert [name for name in straight if not torch.equal(found[name], straight[name])] == []
+        for one in (engine, other):
+            one.release()
+            one.drop_weights()
+
+
+def test_answers_and_evaluations_pass_through_the_same_slots():
+    """Without gradients, in any order, also after the engine has given its state back."""
+    recipe = recipe_of(rows=4)
+    resident, streamed = build(recipe), build(dataclasses.replace(recipe, weights="streamed"))
+    ids = torch.arange(7)[None]
+    for engine in (resident, streamed):
+        step(engine, micro_batches(4))
+        engine.optimizer.synchronize()
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(resident.model(ids).logits, streamed.model(ids).logits)
+        layer = streamed.packed.decoder.layers[1]
+        called = []
+        hook = layer.register_forward_hook(lambda *_: called.append(layer.self_attn.q_proj.weight.data_ptr()))
+        streamed.release()
+        assert torch.equal(resident.model(ids).logits, streamed.model(ids).logits)
+        hook.remove()
+    assert called, "it was called"
+    streamed.drop_weights()
+
+
+def test_a_slot_that_is_used_too_early_is_noticed(monkeypatch):
+    """The negative control: weights that lie in the wrong slot make another model."""
+    base = run(recipe_of(rows=4))
+    right = UnitSlots.take
+
+    def wrong(slots, unit):
+        found = right(slots, unit)
+        other = slots._slots[(unit + 1) % len(slots._slots)].memory
+        return other[: found.nbytes]
+
+    monkeypatch.setattr(UnitSlots, "take", wrong)
+    assert run(recipe_of(rows=4, weights="streamed"))[0] != base[0]
+
+
+def test_several_ranks_are_refused():
+    world = dataclasses.replace(ALONE, size=2)
+    recipe = recipe_of(weights="streamed")
+    model = load_model(recipe, load_config(recipe), torch.device("cpu"), lambda _: None)
+    with pytest.raises(RecipeError, match="several GPUs"):
+        NativeEngine(model, recipe, lambda _: None, world)
+
+
+def test_more_layers_than_there_are():
+    with pytest.raises(RecipeError, match="the model has 2 layers"):
+        build(recipe_of(weights="3"))

@@ -23,6 +23,8 @@ def limit_gpu(device: torch.device, size: str) -> None:
     torch's allocator keeps the promise: what would go beyond is an error there.
     """
     if device.type != "cuda":
+        if size != "auto":
+            raise RecipeError("there is no GPU to limit", where=f"gpu_memory = {size}", remedy="Leave it out here.")
         return
     number, total = _number(device), torch.cuda.get_device_properties(device).total_memory
     wanted = parse_size(size)

@@ -64,14 +64,15 @@ class Recipe:
     """Where optimizer state lives: auto, gpu, stream, host, or shares such as gpu=0.5,stream=0.3,host=0.2."""
     weights: str = "auto"
     """Where the weights of the decoder layers live: resident (on the GPU), streamed (in host memory, and on the GPU
-    while they compute), or a number of layers that are streamed, the last ones. `auto`: as many as must be."""
+    while they compute, which computes every layer again in backward), or a number of layers that are streamed, the last
+    ones. `auto`: as many as must be."""
     order: Literal["auto", "rows", "layers"] = "auto"
-    """Of a step's arithmetic: `rows` takes a micro-batch through all layers, `layers` takes all micro-batches through a
-    layer before the next, so that streamed weights cross the link twice a step. Both compute layers again in backward
-    where weights are streamed. `auto`: layers where weights are streamed."""
+    """How several micro-batches go through the layers: `rows`, one after another, each through all; `layers`, all of
+    them through a layer before the next, so that streamed weights cross the link twice a step and not twice a
+    micro-batch. Results differ by rounding. `auto`: layers where weights are streamed."""
     inputs: Literal["auto", "kept", "parked"] = "auto"
-    """Inputs of the layers, from which backward computes them again: `kept` on the GPU, or `parked` in host memory.
-    With streamed weights or the order layers. `auto`: kept if they fit."""
+    """Activations that enter each layer, from which backward computes it again: `kept` on the GPU, or `parked` in host
+    memory. Goes with streamed weights or the order layers. `auto`: the faster that fits."""
     gpu_memory: str = "auto"
     """The most that the run may take of the GPU's memory, such as 24GB or 22GiB; `auto`: all of it."""
     update: Literal["auto", "after-norm", "in-backward"] = "auto"

@@ -96,8 +96,8 @@ def _streaming_rules(r: Recipe) -> list[tuple[bool, str, str, str]]:
          "zerooffload keeps weights on the GPU", "Leave one of them out."),
         (not by_layer or r.recompute in ("auto", "full"), "recompute",
          "streamed weights and the order layers compute every layer again", "Leave it out."),
-        (r.inputs != "parked" or by_layer or r.weights == "auto", "inputs",
-         "only what is computed layer by layer is parked", "Add --order layers or --weights streamed."),
+        (r.inputs == "auto" or by_layer, "inputs",
+         "goes with what is computed layer by layer", "Add --order layers or --weights streamed, or leave it out."),
     ]  # fmt: skip
 
 
