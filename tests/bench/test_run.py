@@ -142,7 +142,7 @@ def test_a_recipe_of_ours_that_fails_is_a_row_too(tmp_path, monkeypatch):
     from penstock.errors import DoesNotFit
 
     class Full(run.NativeEngine):
-        def __init__(self, *args):
+        def __init__(self, *args, **kwargs):
             raise DoesNotFit("optimizer state needs 999 GiB", remedy="Buy some.")
 
     monkeypatch.setattr(run, "NativeEngine", Full)

@@ -177,7 +177,7 @@ def test_weights_are_rounded_before_anything_is_compiled_or_tried(monkeypatch):
     """Loaded in fp32, trained in bf16: layers are compiled, and memory is tried, as they will run."""
     seen = []
 
-    def compiled(layers, on, say, chosen):
+    def compiled(layers, on, say, chosen, **_):
         seen.append({p.dtype for layer in layers for p in layer.parameters()})
         return chosen
 
