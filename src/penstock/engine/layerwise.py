@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from penstock.data.loader import MicroBatch
 from penstock.engine.packed import PackedModel, Rows
@@ -118,7 +119,18 @@ class LayerByLayer:
         with self._listening(listen), suppress(_Enough):
             self._packed.hidden_states(rows)
         (embedded,) = inputs
+        self._refuse_other_gradients(calls)
         return _Pass(rows, calls, embedded, embedded.detach())
+
+    def _refuse_other_gradients(self, calls: list[_Call]) -> None:
+        """What goes into a layer beside its input has no backward here: a weight before it would not be trained."""
+        given = tree_leaves([(call.args, call.kwargs) for call in calls])
+        if any(isinstance(value, Tensor) and value.requires_grad for value in given):
+            raise ModelError(
+                "its layers are given more than one tensor that is trained, so that they cannot be computed one by one",
+                where=type(self._packed.model).__name__,
+                remedy="Use --weights resident and --order rows.",
+            )
 
     def _loss(self, passes: list[_Pass], trained: int, held: Held, *, last: bool) -> Tensor:
         """From the last layer's results to the loss, and back.
