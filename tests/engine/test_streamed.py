@@ -30,12 +30,14 @@ def recipe_of(preset="llama-8b", rows=1, dtype="bf16", **changes):
     return dataclasses.replace(recipe, dtype=dtype, **changes)
 
 
-def build(recipe, device="cpu"):
+def build(recipe, device="cpu", frozen=()):
     device, config = torch.device(device), load_config(recipe)
     if streams(recipe):
         model = load_to_stream(recipe, config, device, lambda _: None)
     else:
         model = load_model(recipe, config, device, lambda _: None)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not any(word in name for word in frozen))
     return NativeEngine(model, recipe, lambda _: None, device=device)
 
 
@@ -53,9 +55,9 @@ def bits(engine):
     return {t.name: torch.cat([piece.view(-1) for piece in t.pieces]).cpu() for t in tensors}
 
 
-def run(recipe, device="cpu", steps=3):
+def run(recipe, device="cpu", steps=3, frozen=()):
     """Losses and norms of the steps, the loss of an evaluation after them, and all bits."""
-    engine, batches = build(recipe, device), micro_batches(recipe.micro_batch_size)
+    engine, batches = build(recipe, device, frozen), micro_batches(recipe.micro_batch_size)
     seen = [step(engine, batches) for _ in range(steps)]
     seen = [(one.loss, one.grad_norm) for one in seen]
     found = [*seen, engine.evaluate(batches)], bits(engine)
@@ -191,3 +193,11 @@ def test_several_ranks_are_refused():
 def test_more_layers_than_there_are():
     with pytest.raises(RecipeError, match="the model has 2 layers"):
         build(recipe_of(weights="3"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("frozen", [("layers.0",), ("embed_tokens", "layers.1.mlp"), ("layers.0", "layers.1")], ids=str)
+def test_frozen_parameters_stream_and_stay(frozen, device):
+    base = run(recipe_of(rows=2, order="layers"), device, frozen=frozen)
+    for flow in ("streamed", "stream and host"):
+        assert_same(run(recipe_of(rows=2, **FLOWS[flow]), device, frozen=frozen), base)

@@ -1,5 +1,6 @@
 """Every wait is needed: with any one of them left out, some access races. See `tests/flow/checked.py`."""
 
+import functools
 import gc
 import linecache
 import re
@@ -136,7 +137,7 @@ def stream(homes, checker, *, clip=0.5, chunk_size=10, fails="", then=None):
     trained, manner = find_trained(model, None, model.layers), Manner(in_backward=not clip)
     placement = place(trained, FORMATS["fp32"], homes, Profile(), manner, chunk_size)
     optimizer = OffloadAdamW(model, lr=1e-2, max_grad_norm=clip, homes=placement, units=model.layers)
-    weights.updated = optimizer.wait_for_update
+    weights.updated = functools.partial(lambda optimizer, layer: optimizer.unit_of(layer).settle(), optimizer)
     for step in range(3):
         with link.to_device.for_the_model() as made:
             batches = [torch.full((2, 4), 0.1 * (step + n), dtype=torch.bfloat16) for n in range(1 + (step == 1))]

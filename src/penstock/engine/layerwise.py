@@ -59,13 +59,24 @@ class LayerByLayer:
         # Of a tied weight the head's gradient comes first and the embedding's last.
         self._tied = bool(packed.decoder.tied)
 
-    def run(self, batches: Sequence[MicroBatch], trained: int, held: Held, *, last: bool = True) -> Tensor:
-        """The loss, a mean over `trained` tokens. In `held()` no gradient is final; with `last` all are at the end."""
+    def run(
+        self,
+        batches: Sequence[MicroBatch],
+        trained: int,
+        held: Held,
+        *,
+        last: bool = True,
+        done: Callable[[nn.Module], None] = lambda layer: None,
+    ) -> Tensor:
+        """The loss, a mean over `trained` tokens. In `held()` no gradient is final; with `last` all are at the end.
+
+        `done` is told of each layer whose gradients are all there, while its weights are still present.
+        """
         try:
             with self._timeline.on_device("forward"):
                 passes = self._forward(batches)
             with self._timeline.on_device("backward"):
-                return self._backward(passes, trained, held, last=last)
+                return self._backward(passes, trained, held, done if last else None)
         finally:
             self.inputs.forget()
 
@@ -81,7 +92,10 @@ class LayerByLayer:
                         one.hidden = _called(layer, one.hidden, one.calls[number])
         return passes
 
-    def _backward(self, passes: list[_Pass], trained: int, held: Held, *, last: bool) -> Tensor:
+    def _backward(
+        self, passes: list[_Pass], trained: int, held: Held, done: Callable[[nn.Module], None] | None
+    ) -> Tensor:
+        last = done is not None
         numbers = range(len(self._layers))
         keys = [(number, place) for number in reversed(numbers) for place in range(len(passes))]
         self.inputs.announce(keys)
@@ -92,6 +106,8 @@ class LayerByLayer:
                 for place, one in enumerate(passes):
                     with self._final(held, last and place == len(passes) - 1):
                         one.hidden = self._gradient(layer, self.inputs.take((number, place)), one, number)
+                if done is not None:
+                    done(layer)
         for place, one in enumerate(passes):
             if one.embedded.requires_grad:
                 with self._final(held, last and place == len(passes) - 1):

@@ -107,7 +107,7 @@ class NativeEngine:
         )
         self.optimizer.take_remainders(remainders or {})
         if self._weights is not None:
-            self._weights.updated = self.optimizer.wait_for_update
+            self._weights.updated = self._settle
             say(self._weights.describe())
         of_rank = f"rank {world.rank} of {world.size}: " if world.many else ""
         for line in (self.optimizer.describe_host_memory(), self.optimizer.describe()):
@@ -129,7 +129,8 @@ class NativeEngine:
                 return
             batches, self._batches = self._batches, []
             with self._memory_explained():
-                self._loss += self._layerwise.run(batches, trained_in_step, self.optimizer.accumulate, last=last)
+                held = self.optimizer.accumulate
+                self._loss += self._layerwise.run(batches, trained_in_step, held, last=last, done=self._finish)
             return
         with self._memory_explained():
             with self.optimizer.timeline.on_device("forward"):
@@ -137,6 +138,16 @@ class NativeEngine:
             with nullcontext() if last else self.optimizer.accumulate(), self.optimizer.timeline.on_device("backward"):
                 loss.backward()
             self._loss += loss.detach()
+
+    def _settle(self, layer: nn.Module) -> None:
+        """In a thread: the weights of a layer are those of the last step, where they live."""
+        if (unit := self.optimizer.unit_of(layer)) is not None:
+            unit.settle()
+
+    def _finish(self, layer: nn.Module) -> None:
+        """The gradients of a layer are final, while its weights are on the device."""
+        if (unit := self.optimizer.unit_of(layer)) is not None:
+            self.optimizer.finish_gradients(unit)
 
     def step(self) -> StepResult:
         """Enqueue the update."""

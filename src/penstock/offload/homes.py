@@ -18,7 +18,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.flow.arena import Arena
-from penstock.flow.lanes import Lane, Mark, ToHost
+from penstock.flow.lanes import Lane, Mark, Streams, ToHost
 from penstock.flow.transfers import Link
 from penstock.plan.layout import Chunk
 from penstock.update.formats import StateView
@@ -32,6 +32,12 @@ class Coefficients:
     device: Tensor
     host: ToHost
     group: int
+
+
+def rows_of(coefficients: Tensor, streams: Streams) -> list[Coefficients]:
+    """A row a group, on the device and, for the C kernel, on the host."""
+    host = streams.to_host(coefficients)
+    return [Coefficients(row, host, group) for group, row in enumerate(coefficients)]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from penstock.flow.transfers import link_of
 from penstock.offload.behaviour import Behaviour, UpdateTime, update_time
 from penstock.offload.dropped import wait_for_dropped, when_dropped
 from penstock.offload.dtensors import check_blocks, group_of, local
-from penstock.offload.homes import Coefficients, Update
+from penstock.offload.homes import Coefficients, Update, rows_of
 from penstock.offload.housing import Housing
 from penstock.offload.misuse import (
     Changes,
@@ -165,7 +165,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if step.coefficients is None:
                 step.coefficients = self._scalars.coefficients(self.param_groups)
             if step.is_complete(unit):
-                self._update_unit(step, unit, self._on_host(self._go_if_finite(step)))
+                self._update_unit(step, unit, rows_of(self._go_if_finite(step), self._streams))
         elif self._overlap:
             self._send_down(step, index, flat)
             if self._prefetcher is not None:
@@ -213,7 +213,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         else:
             coefficients = self._go_if_finite(step)
             norm, applied = self._norm.total().sqrt(), coefficients[0, GO] != 0
-        rows = self._on_host(coefficients)
+        rows = rows_of(coefficients, self._streams)
         for unit in self._units:
             if step.has_update(unit.parameters):
                 self._update_unit(step, unit, rows)
@@ -227,14 +227,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _finish_gradients(self) -> Step | None:
         """The step, with gradients that came in accumulate() only, as those of an expert may; None if none came."""
         for unit in self._units:
-            for index in unit.parameters:
-                step, parameter = self._step, self._parameters[index]
-                if step is not None:
-                    step.release(index, parameter)
-                if parameter.grad is not None and (step is None or index not in step.seen):
-                    self._step = step = step or self._begin()
-                    self._gradient_final(step, index, unit)
+            self.finish_gradients(unit)
         return self._step if self._step is not None and self._step.seen else None
+
+    @torch.no_grad()
+    def finish_gradients(self, unit: TrainedUnit) -> None:
+        """No backward of this step comes to the unit any more: what came in accumulate() only is final."""
+        for index in unit.parameters:
+            step, parameter = self._step, self._parameters[index]
+            if step is not None:
+                step.release(index, parameter)
+            if parameter.grad is not None and (step is None or index not in step.seen):
+                self._step = step = step or self._begin()
+                self._gradient_final(step, index, unit)
 
     def _forget_step(self) -> None:
         self._step = None
@@ -258,11 +263,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 unit.updates.made.append(home_of[chunk].update(update))
             # Dropped in every home: in `host` it has gone, and which home a parameter has must not show.
             self._parameters[index].grad = None
-
-    def _on_host(self, coefficients: Tensor) -> list[Coefficients]:
-        """A row a group, on the device and, for the C kernel, on the host."""
-        host = self._streams.to_host(coefficients)
-        return [Coefficients(row, host, group) for group, row in enumerate(coefficients)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of a backward that no `step` follows; `step` itself drops those that it takes.
@@ -308,9 +308,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._streams.synchronize()
         self._changes.refuse()
 
-    def wait_for_update(self, module: nn.Module) -> None:
-        """For a thread that streams the weights of a unit: they are those of the last step then, where they live."""
-        next(unit for unit in self._units if unit.module is module).settle()
+    def unit_of(self, module: nn.Module) -> TrainedUnit | None:
+        """The unit that a module is, if any of its parameters is trained."""
+        return next((unit for unit in self._units if unit.module is module), None)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
