@@ -71,19 +71,24 @@ def resume(server, run, *flags, **options):
     return server.train(run, *STEPS, "--resume", *flags, **options)
 
 
+STREAMED = ["--weights", "streamed", "--inputs", "parked", "--micro-batch-size", "1"]
+
+
 @pytest.mark.slow
-def test_twenty_kills_at_random_steps_change_no_bit(server, tmp_path):
-    flags = ["--max-steps", "60", "--save-every", "3", "--validation", "0.1", "--eval-every", "10", "--dtype", "bf16"]
+@pytest.mark.parametrize(("more", "kills"), [([], 20), (STREAMED, 10)], ids=["resident", "streamed"])
+def test_kills_at_random_steps_change_no_bit(server, tmp_path, more, kills):
+    flags = ["--max-steps", str(3 * kills), "--save-every", "3", "--validation", "0.1", "--eval-every", "10", "--dtype"]
+    flags += ["bf16", *more]
     assert server.train(tmp_path / "whole", *flags).code == 0
     run, draw, at_most = tmp_path / "run", random.Random(0), 0
-    for _ in range(20):
+    for _ in range(kills):
         saved = int(checkpoints(run)[-1].name.removeprefix("step-")) if checkpoints(run) else 0
         assert saved >= at_most, "never back"
         at_most, more = saved, draw.randint(1, 5)
         fault = at_row(run, saved + more, draw.choice([KILL_BEFORE, KILL_AFTER]), saved)
         ended = server.train(run, *flags, "--resume", fault=fault)
         assert ended.code == -signal.SIGKILL, ended.text
-    assert 0 < at_most < 60, "kills came before, between and after saves"
+    assert 0 < at_most < 3 * kills, "kills came before, between and after saves"
     ended = server.train(run, *flags, "--resume")
     assert ended.code == 0, ended.text
     assert_same_end(run, tmp_path / "whole")

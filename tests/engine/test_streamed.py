@@ -92,7 +92,7 @@ def test_one_micro_batch_is_that_of_resident_weights(preset, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("clip", [1.0, 0.0])
+@pytest.mark.parametrize("clip", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("states", ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "int8"))])
 def test_layers_before_rows_in_every_format_and_update(states, clip, device):
     changes = {"states": states, "max_grad_norm": clip}
@@ -101,6 +101,7 @@ def test_layers_before_rows_in_every_format_and_update(states, clip, device):
         assert_same(run(recipe_of(**changes, **flow), device), base), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_before_layers(device):
     """Sums of gradients in the order of rows, or of layers, are the same sums here."""
@@ -109,11 +110,13 @@ def test_rows_before_layers(device):
         assert_same(run(recipe_of(order="rows", **FLOWS[name]), device), base), name
 
 
+@pytest.mark.slow
 def test_fp32_weights_stream_too():
     base = run(recipe_of(rows=2, dtype="fp32", order="layers"))
     assert_same(run(recipe_of(rows=2, dtype="fp32", weights="streamed")), base)
 
 
+@pytest.mark.slow
 def test_tied_weights():
     tied = {"shape": tiny("llama-8b").shape + ",tie_word_embeddings=true"}
     for clip in (1.0, 0.0):
@@ -195,6 +198,7 @@ def test_more_layers_than_there_are():
         build(recipe_of(weights="3"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("frozen", [("layers.0",), ("embed_tokens", "layers.1.mlp"), ("layers.0", "layers.1")], ids=str)
 def test_frozen_parameters_stream_and_stay(frozen, device):
