@@ -53,7 +53,7 @@ class LayerByLayer:
     def __init__(
         self, packed: PackedModel, weights: StreamedWeights | None, inputs: SavedInputs, timeline: Timeline
     ) -> None:
-        self._packed, self._weights, self.inputs, self._timeline = packed, weights, inputs, timeline
+        self._packed, self._weights, self.inputs, self.timeline = packed, weights, inputs, timeline
         self._layers = packed.decoder.layers
         self._list = _list_of(packed.decoder.backbone, self._layers)
         # Of a tied weight the head's gradient comes first and the embedding's last.
@@ -73,9 +73,9 @@ class LayerByLayer:
         `done` is told of each layer whose gradients are all there, while its weights are still present.
         """
         try:
-            with self._timeline.on_device("forward"):
+            with self.timeline.on_device("forward"):
                 passes = self._forward(batches)
-            with self._timeline.on_device("backward"):
+            with self.timeline.on_device("backward"):
                 return self._backward(passes, trained, held, done if last else None)
         finally:
             self.inputs.forget()

@@ -133,19 +133,23 @@ def _try_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer) ->
     resident = sum(p.numel() for p in parameters if not is_streamed(p))
     device, began = packed.device, time.perf_counter()
     with _told(parameters, drop_gradient):
-        for trial in (batches[:1], batches):  # what is compiled, first
+        for trial in ([_in_thirds(batches[0], recipe)], batches[:1], batches):  # the first two, for what is compiled
             start_seconds = time.perf_counter() - began
-            torch.cuda.synchronize(device)
+            layerwise.timeline.start()
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
             layerwise.run(trial, 1, nullcontext)
-            torch.cuda.synchronize(device)
+            spans = layerwise.timeline.stop()
     taken = torch.cuda.max_memory_allocated(device) - before
-    seconds = time.perf_counter() - began - start_seconds
+    forward, backward = (sum(s.end - s.start for s in spans if s.lane == lane) for lane in ("forward", "backward"))
     kept = 2 * resident  # gradients; the sum of the embedding's is made when all inputs are gone
-    return Profile(
-        taken, taken + kept, forward_seconds=seconds / 4, backward_seconds=3 * seconds / 4, start_seconds=start_seconds
-    )
+    return Profile(taken, taken + kept, forward_seconds=forward, backward_seconds=backward, start_seconds=start_seconds)
+
+
+def _in_thirds(batch: MicroBatch, recipe: Recipe) -> MicroBatch:
+    """The same tokens as packed rows: those are compiled otherwise than whole ones."""
+    cuts = (start + recipe.max_length // 3 for start in batch.boundaries[:-1])
+    return replace(batch, boundaries=tuple(sorted({*batch.boundaries, *cuts})))
 
 
 def _time_passes(packed: PackedModel, recipe: Recipe, batch: MicroBatch, watch: _Watch) -> tuple[float, float, float]:
@@ -153,10 +157,8 @@ def _time_passes(packed: PackedModel, recipe: Recipe, batch: MicroBatch, watch: 
 
     In those, what packed rows and whole ones need is compiled, and workspaces are made.
     """
-    cuts = (start + recipe.max_length // 3 for start in batch.boundaries[:-1])
-    several = replace(batch, boundaries=tuple(sorted({*batch.boundaries, *cuts})))
     began = time.perf_counter()
-    for trial in (several, batch, batch) if pick_compile(recipe, packed.device) else (batch, batch):
+    for trial in (_in_thirds(batch, recipe), batch, batch) if pick_compile(recipe, packed.device) else (batch, batch):
         start_seconds = time.perf_counter() - began
         watch.start()
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
