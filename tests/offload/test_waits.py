@@ -285,6 +285,9 @@ def test_any_wait_that_is_left_out_is_a_race(reached, monkeypatch):
                     run(monkeypatch, name, left_out=site)
         except Race:
             continue
-        if not (site[0] == "uses" and site[-1].startswith("engine/weights.py")):  # slots that `close` alone gives back
+        slots = site[0] == "uses" and site[-1].startswith("engine/weights.py")  # which `close` alone gives back
+        # Work of a thread of flow/ that runs where somebody waits for another has sites of its own elsewhere.
+        in_passing = len(site) == 3 and site[-1].startswith("offload/trained.py")
+        if not slots and not in_passing:
             silent.append(site)
     assert {source_line(site) for site in silent} == set(REDUNDANT), silent
