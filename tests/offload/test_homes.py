@@ -22,6 +22,7 @@ MAKERS = {
     "gpu": ResidentHome,
     "stream": lambda chunks, around: StreamHome(chunks, around, cores=[0]),
     "host": lambda chunks, around: HostHome(chunks, around, cores=[0]),
+    "masters first": lambda chunks, around: HostHome(chunks, around, cores=[0], masters_first=True),
 }
 
 
@@ -65,6 +66,7 @@ def test_a_home_makes_the_update_of_the_rule(name, streams):
     for step in range(3):
         row = torch.tensor([0.5, 1.0, 0.9, 0.1, 0.999, 0.001, 0.3, 1e-8, 0.99, 1e-3, step])
         updates = [bench.update(number, row) for number in range(NUM_CHUNKS)]
+        bench.home.end_step()
         for update in updates:
             update.result(timeout=60).wait_on_host()
         for weight, gradient, state in zip(weights, bench.gradients, states, strict=True):

@@ -23,7 +23,7 @@ def housing():
     model = nn.ParameterList([nn.Parameter(torch.randn(size).bfloat16()) for size in (700, 30, 1200, 5)])
     trained = find_trained(model, None, None)
     placement = place(trained, FORMATS["fp32"], SHARES, Profile(), Manner(in_backward=False), chunk_size=256)
-    made = Housing(trained, placement, AdamW(), Link(Streams(trained.device)), in_backward=False)
+    made = Housing(trained, placement, AdamW(), Link(Streams(trained.device)), Manner(in_backward=False))
     yield made
     made.close()
 

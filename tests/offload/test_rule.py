@@ -37,14 +37,14 @@ class SignScalars:
 class SignDescent:
     """The sign of a moving mean of gradients, times the learning rate: one moment, no second one, no decay."""
 
-    name, num_coefficients = "sign descent", 4
+    name, num_coefficients, in_stages = "sign descent", 4, False
     formats = {"fp32": StateFormat("fp32", (Part("momentum", "float32"),))}  # noqa: RUF012
     saved_names = {"momentum": "momentum_buffer"}  # noqa: RUF012
 
     def scalars(self, device):
         return SignScalars(device)
 
-    def update_(self, weight, gradient, state, coefficients):
+    def update_(self, weight, gradient, state, coefficients, stage="whole"):
         # A copy: torch's stream sanitizer forgets a read of freed memory by its first address only.
         coefficients = coefficients.clone()
         go = coefficients[GO] != 0
@@ -59,7 +59,7 @@ class SignDescent:
         if halves:
             state["remainder"].copy_(torch.where(go, remainder, state["remainder"]))
 
-    def host_call(self, weight, gradient, state, coefficients):
+    def host_call(self, weight, gradient, state, coefficients, stage="whole"):
         return None
 
 

@@ -22,6 +22,7 @@ from penstock.flow import transfers
 from penstock.offload import optimizer as optimizer_module
 from penstock.offload import prefetch
 from penstock.offload.adamw import OffloadAdamW
+from penstock.offload.host import HostHome
 from penstock.offload.placing import find_trained, place
 from penstock.plan.layout import FORMATS
 from penstock.plan.split import Manner, Profile
@@ -220,6 +221,7 @@ SCENARIOS = {
     "loaded": ({"homes": MIX, "then": load}, {"late": True}),
     "read": ({"homes": MIX, "then": read_on_host}, {"late": True}),
     "written": ({"homes": MIX, "room": 1e6, "then": write_state}, {"late": True}),
+    "written, stream": ({"homes": "stream", "room": 1e6, "then": write_state}, {"late": True}),
     "replaced": ({"homes": MIX, "then": replace_weights}, {}),
     "given up": ({"homes": MIX, "then": give_up}, {}),
     "given up, stream": ({"homes": "stream", "then": give_up}, {}),
@@ -291,3 +293,18 @@ def test_any_wait_that_is_left_out_is_a_race(reached, monkeypatch):
         if not slots and not in_passing:
             silent.append(site)
     assert {source_line(site) for site in silent} == set(REDUNDANT), silent
+
+
+@pytest.mark.parametrize("how", [{}, {"late": True}])
+def test_a_gradient_that_moments_still_read_must_not_be_overwritten(monkeypatch, how):
+    end_step = HostHome.end_step
+
+    def forget(home):
+        end_step(home)
+        home._moments.clear()
+
+    monkeypatch.setitem(SCENARIOS, "moments", ({"homes": "host"}, how))
+    run(monkeypatch, "moments")
+    monkeypatch.setattr(HostHome, "end_step", forget)
+    with pytest.raises(Race):
+        run(monkeypatch, "moments")

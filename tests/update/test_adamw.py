@@ -92,6 +92,22 @@ def test_c_equals_reference(n, dtype, states):
 
 @all_formats
 @both_dtypes
+@pytest.mark.parametrize("update_", [adamw_, adamw_reference_], ids=["c", "reference"])
+def test_master_and_moments_one_after_the_other_are_the_whole(update_, dtype, states):
+    a = problem(1000, dtype, states)
+    b = copies(*a, "cpu")
+    for t in range(1, 4):
+        adamw_(*a, coefficients(t))
+        before = copies(*b, "cpu")
+        update_(*b, coefficients(t), "master")
+        assert torch.equal(a[0], b[0])
+        assert all(torch.equal(b[2][name], before[2][name]) for name in b[2].tensors if name != "remainder")
+        update_(*b, coefficients(t), "moments")
+        assert_same(a, b)
+
+
+@all_formats
+@both_dtypes
 @pytest.mark.parametrize("n", [1, 255, 1024, 2500])
 def test_triton_in_its_interpreter_equals_reference(n, dtype, states):
     from penstock.update.gpu_kernels import launch_adamw

@@ -10,8 +10,11 @@ from typing import Literal
 
 import torch
 
-LaneName = Literal["in", "update", "out", "down", "cpu", "up", "weights", "park", "wait", "forward", "backward"]
-"""`in` and `out` carry streamed state, `down` and `up` gradients and weights of `host`, `cpu` are its threads.
+LaneName = Literal[
+    "in", "update", "out", "down", "cpu", "moments", "up", "weights", "park", "wait", "forward", "backward"
+]  # fmt: skip
+"""`in` and `out` carry streamed state, `down` and `up` gradients and weights of `host`, `cpu` are its threads, and
+`moments` the same threads at what no forward waits for.
 `weights` brings those of layers that stream, `park` saved inputs both ways. The rest is the model itself: its
 arithmetic, and in `wait` its waiting for an update or for weights, which is what the lanes did not hide."""
 

@@ -83,6 +83,9 @@ class Home(Protocol):
     def update(self, update: Update) -> Future[Mark]:
         """Have the update made. The result is the mark after which the weight may be read."""
 
+    def end_step(self) -> None:
+        """All updates of this step have been asked for."""
+
     def state(self, chunk: Chunk) -> Tensor:
         """The chunk's bytes where they lie, to be read or written while no update is under way."""
 

@@ -1,6 +1,11 @@
 """`host`: state in an arena, updated there by CPU threads; the gradient comes down, the weight goes up.
 
 Of a unit that streams nothing goes up: the weight is updated where it lies, and comes when forward wants it.
+
+The next forward waits for masters, not for moments. So where updates run beside that forward, the masters of the whole
+model come first, and the moments are updated after them, from the gradients that are still there, under the backward
+in which the cores have nothing else to do. A parameter in fp32 state then moves 18 bytes instead of 26 through host
+memory while forward waits, and 36 in all.
 """
 
 from __future__ import annotations
@@ -15,11 +20,16 @@ from torch import Tensor
 
 from penstock.flow.arena import Arena
 from penstock.flow.lanes import Mark
+from penstock.flow.timeline import LaneName
 from penstock.offload.homes import Surroundings, Update
 from penstock.offload.landings import DTYPES, Landings
 from penstock.plan.layout import Chunk, padded
 from penstock.update.formats import view_state
 from penstock.update.host_threads import HostThreads
+from penstock.update.rule import Stage
+
+Given = tuple[float, Callable[[], None] | None]
+"""When a chunk was given to the cores, and what waits for them; nothing if the step is not applied."""
 
 
 class HostHome:
@@ -31,7 +41,9 @@ class HostHome:
 
     name = "host"
 
-    def __init__(self, chunks: Sequence[Chunk], around: Surroundings, *, cores: Sequence[int]) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], around: Surroundings, *, cores: Sequence[int], masters_first: bool = False
+    ) -> None:
         self._link, self._streams, self._rule = around.link, around.link.streams, around.rule
         self._deadlines = around.deadlines
         copied = chunks if self._streams.separate_memory else []
@@ -44,14 +56,19 @@ class HostHome:
         self._threads = HostThreads(cores)
         self._order, self._sender = (self._streams.thread(name) for name in ("penstock-host", "penstock-up"))
         self._idle_since = 0.0
+        self._masters_first = masters_first and self._rule.in_stages and self._streams.separate_memory
+        self._owed: list[Update] = []  # whose masters were updated in this step
+        self._moments: dict[Chunk, Future[bool]] = {}  # which read the gradient that lies in the landing
 
     def sends_down(self, chunk: Chunk) -> bool:
         """Wherever device and host have memories of their own."""
         return chunk in self._landings
 
     def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
-        """Send it down."""
+        """Send it down, once nothing needs the one before any more."""
         if chunk in self._landings:
+            if chunk in self._moments:
+                self._moments.pop(chunk).result()
             self._landings.send(chunk, gradient)
 
     def update(self, update: Update) -> Future[Mark]:
@@ -61,36 +78,47 @@ class HostHome:
             landed, arrived = self._landings.take(update.chunk)
             update = dataclasses.replace(update, gradient=landed)
         done: Future[Mark] = Future()
-        given = self._order.submit(self._begin, update, arrived)
+        given = self._order.submit(self._begin, update, arrived, "master" if self._masters_first else "whole")
         self._sender.submit(self._send_up, update, given, done)
+        if self._masters_first:
+            self._owed.append(update)
         return done
 
+    def end_step(self) -> None:
+        """Queue the moments, in the order in which backward brings the next gradients."""
+        while self._owed:
+            update = self._owed.pop()
+            given = self._order.submit(self._begin, update, Mark(), "moments")
+            self._moments[update.chunk] = self._sender.submit(self._finish, given)
+
     @torch.no_grad()
-    def _begin(self, update: Update, arrived: Mark) -> tuple[float, Callable[[], None] | None]:
-        """Give the chunk to the cores. When that was, and what waits for them; nothing if the step is not applied."""
+    def _begin(self, update: Update, arrived: Mark, stage: Stage) -> Given:
+        """Give the chunk to the cores."""
         chunk, gradient, coefficients = update.chunk, update.gradient, update.coefficients
         weight = self._weights.get(chunk, update.weight)
         assert gradient is not None, "a gradient is on the device, or was sent down"
         arrived.wait_on_host()  # or the cores would read the gradient of the step before
         # Once the scalars are here the device has passed the norm, so that no backward reads the weight any more.
-        row = coefficients.host.read()[coefficients.group]
+        row, state = coefficients.host.read()[coefficients.group], view_state(chunk, self._state[chunk])
         began = time.perf_counter()
-        return began, self._threads.begin(self._rule, weight, gradient, view_state(chunk, self._state[chunk]), row)
+        return began, self._threads.begin(self._rule, weight, gradient, state, row, stage)
 
-    def _send_up(
-        self, update: Update, given: Future[tuple[float, Callable[[], None] | None]], done: Future[Mark]
-    ) -> None:
+    def _finish(self, given: Future[Given], lane: LaneName = "moments") -> bool:
+        """Wait for the cores; whether they had anything to do."""
+        began, wait = given.result()
+        if wait is None:
+            return False
+        wait()
+        busy_since, self._idle_since = max(began, self._idle_since), time.perf_counter()
+        self._streams.timeline.spent(lane, busy_since, self._idle_since)
+        return True
+
+    def _send_up(self, update: Update, given: Future[Given], done: Future[Mark]) -> None:
         """Wait for the cores, then send the weight up; `done` is told once the copy is enqueued, or of an error."""
         try:
-            began, wait = given.result()
-            if wait is None:
-                done.set_result(Mark())
-                return
-            wait()
-            busy_since, self._idle_since = max(began, self._idle_since), time.perf_counter()
-            self._streams.timeline.spent("cpu", busy_since, self._idle_since)
+            applied = self._finish(given, "cpu")
             copy, deadline = self._weights.get(update.chunk), self._deadlines[update.chunk.parameter]
-            if copy is None:
+            if copy is None or not applied:
                 done.set_result(Mark())
             else:  # not waited for: the next chunk may be more urgent
                 up = self._link.to_device.copy(update.weight, copy, deadline=deadline, label="up")

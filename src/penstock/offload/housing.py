@@ -17,6 +17,7 @@ from penstock.offload.stream import StreamHome
 from penstock.offload.trained import Trained
 from penstock.plan.layout import STREAM_QUEUE, Chunk, HomeName
 from penstock.plan.placement import Placement
+from penstock.plan.split import Manner
 from penstock.update.formats import view_state
 from penstock.update.rule import Rule
 
@@ -24,16 +25,18 @@ from penstock.update.rule import Rule
 class Housing:
     """The chunks of every parameter, and the home of every chunk."""
 
-    def __init__(self, trained: Trained, placement: Placement, rule: Rule, link: Link, *, in_backward: bool) -> None:
-        """`in_backward`: updates come while activations are there, so that few of them may wait for a slot."""
+    def __init__(self, trained: Trained, placement: Placement, rule: Rule, link: Link, manner: Manner) -> None:
+        """`manner`: of updates in backward few may wait for a slot, since activations are there."""
         self._parameters = trained.parameters
         around = Surroundings(rule, link, trained.deadlines(), trained.streamed)
         near = near_cores(trained.device)
-        most_waiting = STREAM_QUEUE if in_backward else 0
+        most_waiting = STREAM_QUEUE if manner.in_backward else 0
         makers: dict[HomeName, Callable[[Sequence[Chunk]], Home]] = {
             "gpu": lambda chunks: ResidentHome(chunks, around),
             "stream": lambda chunks: StreamHome(chunks, around, cores=near, most_waiting=most_waiting),
-            "host": lambda chunks: HostHome(chunks, around, cores=placement.cores or near),
+            "host": lambda chunks: HostHome(
+                chunks, around, cores=placement.cores or near, masters_first=manner.masters_first
+            ),
         }
         self.homes = [(makers[name](chunks), chunks) for name, chunks in placement.chunks.items() if chunks]
         self.home_of = {chunk: home for home, chunks in self.homes for chunk in chunks}
@@ -76,6 +79,11 @@ class Housing:
         for home, chunks in self.homes:
             for chunk in chunks:
                 home.state(chunk).zero_()
+
+    def end_step(self) -> None:
+        """All updates of this step have been asked for."""
+        for home, _ in self.homes:
+            home.end_step()
 
     def states_of(self, index: int) -> Iterator[tuple[Chunk, Tensor]]:
         """The chunks of one parameter, each with its state where it lies."""

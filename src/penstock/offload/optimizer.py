@@ -2,8 +2,8 @@
 
 Update `after-norm`: gradients stay until the global norm is known on the device. `step` then enqueues the updates in
 forward order, and the next forward of each unit waits only for its own. Update `in-backward`: a unit is updated as soon
-as its gradients are final, which leaves no global norm to clip by. Speculating on the norm and rolling back was
-rejected: a rollback cannot restore the bits.
+as its gradients are final, which leaves no global norm to clip by. Speculating on the norm was rejected: a rollback
+cannot restore the bits.
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._norm = Norm(sizes, self._trained.device, group_of(self._parameters[0]))
         self._changes = Changes(self._norm, self._streams)
         self._scalars = rule.scalars(self._trained.device)
-        in_backward = self.update == "in-backward"
+        in_backward, overlap = self.update == "in-backward", behaviour.overlap
+        manner = Manner(in_backward, overlap, self._trained.sharded, behaviour.accumulate_dtype)
         if not isinstance(homes, Placement):
-            manner = Manner(in_backward, behaviour.overlap, self._trained.sharded, behaviour.accumulate_dtype)
             profile = Profile(micro_batches=behaviour.micro_batches)
             homes = place(self._trained, self.format, homes, profile, manner)
         check_placement(homes, self._trained, self.format)
         self._cores = homes.cores
-        self._housing = Housing(self._trained, homes, rule, self._link, in_backward=in_backward)
+        self._housing = Housing(self._trained, homes, rule, self._link, manner)
         self._housing.start_from()
         self._prefetcher: Prefetcher | None = None
         if homes.prefetch is not None and self._housing.stream:
@@ -217,6 +217,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for unit in self._units:
             if step.has_update(unit.parameters):
                 self._update_unit(step, unit, rows)
+        self._housing.end_step()
         self._scalars.advance(self.param_groups, applied)
         self.report = StepReport(norm, applied)
         self._forget_step()

@@ -82,7 +82,7 @@ def place(
         need = _requirements(trained, format, profile, manner, bytes_after)
         if homes == "auto":
             taken = sum(chunk.state_bytes + chunk.copy_bytes for chunks in dealt.values() for chunk in chunks)
-            here = _choose(need, trained.device, wholes, profile, cores, chunk_size, taken)
+            here = _choose(need, trained.device, wholes, profile, manner, cores, chunk_size, taken)
         else:
             shares = dict(homes) if isinstance(homes, Mapping) else {homes: 1.0}
             here = deal([cut(whole, chunk_size or DEFAULT_CHUNK) for whole in wholes], shares)
@@ -106,7 +106,8 @@ def _deal_away(
         return {"gpu": [], "stream": [], "host": []}
     share, suitable = 0.0, chunk_size or DEFAULT_CHUNK
     if homes == "auto" and device.type == "cuda":
-        rates, state_bytes = measure_rates(device, cores, wholes[0].format), wholes[0].state_bytes / wholes[0].size
+        rates = measure_rates(device, cores, wholes[0].format, masters_first=manner.masters_first)
+        state_bytes = wholes[0].state_bytes / wholes[0].size
         hidden = profile.backward_seconds if manner.in_backward else profile.forward_seconds
         share = streamed_share(
             ModelBytes(sum(w.size for w in wholes), state_bytes, wholes[0].weight_bytes), rates, hidden
@@ -160,6 +161,7 @@ def _choose(
     device: torch.device,
     wholes: Sequence[Chunk],
     profile: Profile,
+    manner: Manner,
     cores: Sequence[int],
     chunk_size: int | None,
     taken: int = 0,
@@ -179,7 +181,7 @@ def _choose(
     room = Room(free + cached - gpu_reserve(total), on_host)
     if room.gpu_bytes >= need.kept_bytes + need.num_params * state_bytes:
         return everything
-    rates = measure_rates(device, cores, format)
+    rates = measure_rates(device, cores, format, masters_first=manner.masters_first)
     room = room.less(STAGING * state_bytes)
     suitable = chunk_size or chunk_for(rates.link_bytes_per_s, state_bytes)
     dealt = deal_within(need, room, rates, [cut(whole, suitable) for whole in wholes])

@@ -30,12 +30,18 @@ NUM_SAMPLES = 8
 SECONDS = 0.8
 
 
-def measure_rates(device: torch.device, cores: Sequence[int], format: StateFormat = FORMATS["fp32"]) -> Rates:
-    """Link and CPU AdamW rates with both directions of the link and all `cores` busy."""
+def measure_rates(
+    device: torch.device, cores: Sequence[int], format: StateFormat = FORMATS["fp32"], *, masters_first: bool = False
+) -> Rates:
+    """Link and CPU AdamW rates with both directions of the link and all `cores` busy.
+
+    `masters_first`: only those of the masters, which a forward waits for.
+    """
     chunks = [Chunk(i, 0, SAMPLE_PARAMS, format, weight_bytes=2) for i in range(NUM_SAMPLES)]
     link = link_of(device)
     around = Surroundings(AdamW(), link, deadlines=range(NUM_SAMPLES))
-    stream, host = StreamHome(chunks, around, cores=cores), HostHome(chunks, around, cores=cores)
+    stream = StreamHome(chunks, around, cores=cores)
+    host = HostHome(chunks, around, cores=cores, masters_first=masters_first)
     row = torch.ones(AdamW.num_coefficients, device=device)
     coefficients = Coefficients(row, link.streams.to_host(row[None]), 0)
     gradient = torch.zeros(SAMPLE_PARAMS, dtype=torch.bfloat16, device=device)

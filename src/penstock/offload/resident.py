@@ -39,6 +39,9 @@ class ResidentHome:
         future.set_result(update_on_device(self._lane, self._rule, update, self._views[update.chunk]))
         return future
 
+    def end_step(self) -> None:
+        """Nothing is left for later."""
+
     def state(self, chunk: Chunk) -> Tensor:
         """On the device."""
         return self._state[chunk]

@@ -153,6 +153,9 @@ class StreamHome:
         deadline = self._deadlines[chunk.parameter]
         return self._link.to_host.copy(home, memory, deadline=deadline, after=updated).result()
 
+    def end_step(self) -> None:
+        """Nothing is left for later."""
+
     def state(self, chunk: Chunk) -> Tensor:
         """In the arena, once everything is home. It may be written, so that what was prefetched is void."""
         self._come_home()

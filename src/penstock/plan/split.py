@@ -57,6 +57,11 @@ class Manner:
         """Whether streamed state may come before its update."""
         return self.overlap and not self.in_backward and not self.sharded
 
+    @property
+    def masters_first(self) -> bool:
+        """Whether the host updates masters before moments, since a forward waits for them."""
+        return self.overlap and not self.in_backward
+
     def sum_bytes(self, weight_bytes: float, micro_batches: int) -> float:
         """A parameter's share of gradients that are kept: of two micro-batches the first is kept as it came."""
         in_fp32 = micro_batches > 2 and self.accumulate_dtype == "fp32"

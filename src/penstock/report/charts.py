@@ -34,13 +34,16 @@ LANES = {
     "out": ("out", "streamed state"),
     "down": ("down", "gradients and weights"),
     "cpu": ("cpu", "update"),
+    "moments": ("cpu", "moments"),
     "up": ("up", "gradients and weights"),
+    "weights": ("weights", "gradients and weights"),
+    "park": ("park", "saved inputs"),
 }
 """Row and colour of every lane of the tape."""
 STEP_AXIS = {"format": ",d", "tickMinStep": 1, "tickCount": {"expr": "max(3, floor(width / 90))"}}
 SPAN_COLOURS = {
     "forward": "#9db8dc", "backward": "#5f87bd", "waiting: exposed": "#d14343", "streamed state": "#2f9e77",
-    "update": "#d97706", "gradients and weights": "#7c6bd6",
+    "update": "#d97706", "moments": "#e8b06a", "gradients and weights": "#7c6bd6", "saved inputs": "#8a94a0",
 }  # fmt: skip
 
 

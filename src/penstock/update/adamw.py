@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from penstock.update.formats import StateView
 from penstock.update.host_threads import host_library, pointer
 from penstock.update.master import join, split
 from penstock.update.moments import exact_root, read_moments, write_moments
-from penstock.update.rule import GO, SCALE, Groups, HostCall, device_rows
+from penstock.update.rule import GO, SCALE, Groups, HostCall, Stage, device_rows
 
 # The columns after SCALE and GO, all fp32. `SEED` is the number of the step, for stochastic rounding: a whole number
 # under 2^24, so fp32 holds it exactly. The C and Triton kernels know the same order.
@@ -56,6 +57,7 @@ class AdamW:
 
     name = "AdamW"
     num_coefficients = NUM_COEFFICIENTS
+    in_stages = True
     formats = FORMATS
     saved_names: Mapping[str, str] = {
         "first": "exp_avg",
@@ -68,40 +70,51 @@ class AdamW:
         """As before the first step."""
         return AdamWScalars(device)
 
-    def update_(self, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> None:
-        """With the fastest kernel there is for the device."""
+    def update_(
+        self, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor, stage: Stage = "whole"
+    ) -> None:
+        """With the fastest kernel there is for the device; in stages on the host only."""
         if weight.is_cuda:
+            assert stage == "whole", "on the device nothing waits for the moments"
             from penstock.update.gpu_kernels import launch_adamw
 
             launch_adamw(weight, gradient, state, coefficients)
         elif coefficients[GO]:
-            call = self.host_call(weight, gradient, state, coefficients)
+            call = self.host_call(weight, gradient, state, coefficients, stage)
             if call is None:
-                adamw_reference_(weight, gradient, state, coefficients)
+                adamw_reference_(weight, gradient, state, coefficients, stage)
             else:
                 call.function(ctypes.byref(call.job), ctypes.c_int64(0), ctypes.c_int64(weight.numel()))
 
-    def host_call(self, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> HostCall | None:
+    def host_call(
+        self, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor, stage: Stage = "whole"
+    ) -> HostCall | None:
         """None where there was no compiler."""
         library = host_library()
         if library is None:
             return None
         parts = [state.get(name) for name in ("remainder", "first", "second", "first_scale", "second_scale")]
         pointers = map(pointer, (weight, gradient, *parts, coefficients))
-        function = 2 * list(FORMATS).index(state.format.name) + (weight.dtype is torch.float32)
+        kind = 2 * list(FORMATS).index(state.format.name) + (weight.dtype is torch.float32)
+        function = 3 * kind + get_args(Stage).index(stage)
         keeps = (weight, gradient, *state.tensors.values(), coefficients)
         return HostCall(library.adamw_range, _Job(*pointers, state.start, state.salt, function), keeps)
 
 
-def adamw_reference_(weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> None:
+def adamw_reference_(
+    weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor, stage: Stage = "whole"
+) -> None:
     """The same in plain torch: what the other two are checked against, and the fallback without a compiler."""
     c = coefficients
     g = gradient.float() * c[SCALE]
-    master = join(weight, state["remainder"]) if weight.dtype is torch.bfloat16 else weight
     first, second = read_moments(state)
     first = first * c[BETA1] + g * c[BETA1_REST]
     second = second * c[BETA2] + (g * g) * c[BETA2_REST]
-    write_moments(state, first, second, c[SEED])
+    if stage != "master":
+        write_moments(state, first, second, c[SEED])
+    if stage == "moments":
+        return
+    master = join(weight, state["remainder"]) if weight.dtype is torch.bfloat16 else weight
     denominator = exact_root(second) / c[ROOT_CORRECTION2] + c[EPS]
     master = master - (c[DECAY] * master + c[STEP_SIZE] * (first / denominator))
     if weight.dtype is torch.bfloat16:

@@ -21,9 +21,9 @@
 #define DENORMALS_BACK _mm_setcsr(saved_mode);
 #elif defined(__aarch64__)
 #define CLONES
-#define DENORMALS_ON                                                   \
-    uint64_t saved_mode;                                               \
-    __asm__ volatile("mrs %0, fpcr" : "=r"(saved_mode));               \
+#define DENORMALS_ON                                                              \
+    uint64_t saved_mode;                                                          \
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved_mode));                          \
     __asm__ volatile("msr fpcr, %0" ::"r"(saved_mode & ~(1ull << 24)));
 #define DENORMALS_BACK __asm__ volatile("msr fpcr, %0" ::"r"(saved_mode));
 #else
@@ -141,16 +141,16 @@ static inline float scale_of(uint32_t largest) {
     for (int64_t i = 0; i < n; i++) {                                             \
         float master = MASTER_##kind(i), m = first[i], v = second[i];             \
         ADAMW(master, GRADIENT_##kind(i), m, v);                                  \
-        KEEP_##kind(i, master);                                                   \
-        first[i] = m;                                                             \
-        second[i] = v;                                                            \
+        if (stage != MOMENTS) KEEP_##kind(i, master);                             \
+        if (stage != MASTER) first[i] = m, second[i] = v;                         \
     }
 
 #define UPDATE_bf16(kind)                                                         \
     for (int64_t i = 0; i < n; i++) {                                             \
         float master = MASTER_##kind(i), m = from_bf16(first[i]), v = from_bf16(second[i]); \
         ADAMW(master, GRADIENT_##kind(i), m, v);                                  \
-        KEEP_##kind(i, master);                                                   \
+        if (stage != MOMENTS) KEEP_##kind(i, master);                             \
+        if (stage == MASTER) continue;                                            \
         uint32_t random = mix(((uint32_t)start + (uint32_t)i) ^ key);             \
         first[i] = round_to_bf16(m, random & 0xffff);                             \
         second[i] = round_to_bf16(v, random >> 16);                               \
@@ -167,12 +167,14 @@ static inline float scale_of(uint32_t largest) {
             float master = MASTER_##kind(i);                                      \
             float m = first_share(first[i]) * m_scale, v = second_share(second[i]) * v_scale; \
             ADAMW(master, GRADIENT_##kind(i), m, v);                              \
-            KEEP_##kind(i, master);                                               \
+            if (stage != MOMENTS) KEEP_##kind(i, master);                         \
+            if (stage == MASTER) continue;                                        \
             ms[j] = m, vs[j] = v, roots[j] = sqrtf(v);                            \
             const uint32_t m_bits = float_to_bits(m) & 0x7fffffffu, v_bits = float_to_bits(v) & 0x7fffffffu; \
             m_largest = m_bits > m_largest ? m_bits : m_largest;                  \
             v_largest = v_bits > v_largest ? v_bits : v_largest;                  \
         }                                                                         \
+        if (stage == MASTER) continue;                                            \
         *first_scale = scale_of(m_largest), *second_scale = scale_of(v_largest);  \
         const float m_inverse = 1.0f / (m_largest ? *first_scale : 1.0f);         \
         const float v_divisor = v_largest ? *second_scale : 1.0f;                 \
@@ -184,13 +186,18 @@ static inline float scale_of(uint32_t largest) {
         }                                                                         \
     }
 
-/* One function for each kind of weight and format, all called alike. `start` is the index of the first element in its
- * parameter, `salt` the number of the parameter; a range of int8 begins with a block. */
-#define DEFINE(kind, format, weight_t, first_t, second_t)                         \
-    CLONES void adamw_##kind##_##format(                                          \
+/* An update may be made in two: first the master, which the next forward waits for, later the moments, from the same
+ * gradient. A third of the bytes of fp32 state is then not in the way of that forward. */
+enum { WHOLE, MASTER, MOMENTS };
+
+/* One function for each kind of weight, format and stage, all called alike. `start` is the index of the first element in
+ * its parameter, `salt` the number of the parameter; a range of int8 begins with a block. */
+#define DEFINE_STAGE(stage_, kind, format, weight_t, first_t, second_t)           \
+    CLONES void adamw_##kind##_##format##_##stage_(                               \
         weight_t *restrict weight, const weight_t *restrict gradient, uint16_t *restrict remainder, \
         first_t *restrict first, second_t *restrict second, float *restrict first_scale, float *restrict second_scale, \
         const coefficients *restrict scalars, int64_t n, int64_t start, uint32_t salt) { \
+        const int stage = stage_;                                                  \
         const coefficients c = *scalars;                                          \
         const uint32_t key = mix(mix((uint32_t)c.seed) ^ salt);                   \
         (void)remainder, (void)first_scale, (void)second_scale, (void)start, (void)key; \
@@ -198,6 +205,11 @@ static inline float scale_of(uint32_t largest) {
         UPDATE_##format(kind)                                                     \
         DENORMALS_BACK                                                            \
     }
+
+#define DEFINE(...)                                                               \
+    DEFINE_STAGE(WHOLE, __VA_ARGS__)                                              \
+    DEFINE_STAGE(MASTER, __VA_ARGS__)                                             \
+    DEFINE_STAGE(MOMENTS, __VA_ARGS__)
 
 DEFINE(bf16, fp32, uint16_t, float, float)
 DEFINE(fp32, fp32, float, float, float)
@@ -220,12 +232,18 @@ typedef struct {
     int32_t function;
 } job;
 
-#define CALL(number, kind, format, weight_t, first_t, second_t)                   \
-    case number:                                                                  \
-        adamw_##kind##_##format((weight_t *)j->weight + from, (const weight_t *)j->gradient + from, j->remainder + from, \
-                                (first_t *)j->first + from, (second_t *)j->second + from, j->first_scale + from / BLOCK, \
-                                j->second_scale + from / BLOCK, j->scalars, to - from, j->start + from, j->salt); \
+#define CALL_STAGE(number, stage, kind, format, weight_t, first_t, second_t)      \
+    case 3 * number + stage:                                                      \
+        adamw_##kind##_##format##_##stage(                                        \
+            (weight_t *)j->weight + from, (const weight_t *)j->gradient + from, j->remainder + from, \
+            (first_t *)j->first + from, (second_t *)j->second + from, j->first_scale + from / BLOCK, \
+            j->second_scale + from / BLOCK, j->scalars, to - from, j->start + from, j->salt); \
         break;
+
+#define CALL(number, ...)                                                         \
+    CALL_STAGE(number, WHOLE, __VA_ARGS__)                                        \
+    CALL_STAGE(number, MASTER, __VA_ARGS__)                                       \
+    CALL_STAGE(number, MOMENTS, __VA_ARGS__)
 
 /* Update elements [from, to) of a job: the form in which a pool of threads calls. `from` is the start of a block. */
 void adamw_range(const job *j, int64_t from, int64_t to) {
@@ -243,21 +261,21 @@ void adamw_range(const job *j, int64_t from, int64_t to) {
  * lanes are halved until one is left. Squares of bf16 and fp32 values are exact in a double. */
 enum { ROWS = 64, LANES = 1024, SPAN = ROWS * LANES };
 
-#define SPAN_SUMS(type, value)                                                     \
-    for (int64_t start = 0; start < n; start += SPAN) {                            \
-        double lanes[LANES] = {0};                                                 \
-        int64_t left = n - start < SPAN ? n - start : SPAN;                        \
-        for (int64_t row = 0; row < left; row += LANES) {                          \
-            const type *restrict x = values + start + row;                         \
-            int64_t width = left - row < LANES ? left - row : LANES;               \
-            for (int64_t i = 0; i < width; i++) {                                  \
-                double d = (double)value;                                          \
-                lanes[i] += d * d;                                                 \
-            }                                                                      \
-        }                                                                          \
-        for (int half = LANES / 2; half; half /= 2)                                \
-            for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];            \
-        *sums++ = lanes[0];                                                        \
+#define SPAN_SUMS(type, value)                                                    \
+    for (int64_t start = 0; start < n; start += SPAN) {                           \
+        double lanes[LANES] = {0};                                                \
+        int64_t left = n - start < SPAN ? n - start : SPAN;                       \
+        for (int64_t row = 0; row < left; row += LANES) {                         \
+            const type *restrict x = values + start + row;                        \
+            int64_t width = left - row < LANES ? left - row : LANES;              \
+            for (int64_t i = 0; i < width; i++) {                                 \
+                double d = (double)value;                                         \
+                lanes[i] += d * d;                                                \
+            }                                                                     \
+        }                                                                         \
+        for (int half = LANES / 2; half; half /= 2)                               \
+            for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];           \
+        *sums++ = lanes[0];                                                       \
     }
 
 CLONES void span_sums_bf16(const uint16_t *restrict values, double *restrict sums, int64_t n) {

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from penstock.update.formats import StateView
-from penstock.update.rule import GO, HostCall, Rule
+from penstock.update.rule import GO, HostCall, Rule, Stage
 
 PART = 1 << 15
 """Elements that a thread takes at a time: a tenth of a millisecond, so that all threads end together. A multiple of
@@ -50,7 +50,13 @@ class HostThreads:
             self._close = weakref.finalize(self, self._library.pool_close, ctypes.c_void_p(self._address))  # type: ignore[union-attr]
 
     def begin(
-        self, rule: Rule, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor
+        self,
+        rule: Rule,
+        weight: Tensor,
+        gradient: Tensor,
+        state: StateView,
+        coefficients: Tensor,
+        stage: Stage = "whole",
     ) -> Callable[[], None] | None:
         """Have flat host tensors updated in place. What is returned waits until they are; None: nothing changes.
 
@@ -59,9 +65,9 @@ class HostThreads:
         """
         if not coefficients[GO]:
             return None
-        call = rule.host_call(weight, gradient, state, coefficients) if self._address else None
+        call = rule.host_call(weight, gradient, state, coefficients, stage) if self._address else None
         if call is None:
-            rule.update_(weight, gradient, state, coefficients)
+            rule.update_(weight, gradient, state, coefficients, stage)
             return lambda: None
         assert self._library is not None, "it has an address"
         library, pool, size = self._library, ctypes.c_void_p(self._address), ctypes.c_int64(weight.numel())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ SCALE, GO = 0, 1
 """Columns of a row of coefficients: what gradients are multiplied with, and 1.0, or 0.0 in a step that must change
 nothing."""
 Groups = Sequence[Mapping[str, Any]]
+Stage = Literal["whole", "master", "moments"]
+"""Of an update: the master, which is the weight and what was rounded off it; the rest of the state; or both. From the
+same gradient and scalars, first the master and later the moments make the same bits as both at once."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Rule(Protocol):
 
     name: str
     num_coefficients: int
+    in_stages: bool
+    """Whether the host can update the master first and the moments later."""
 
     @property
     def formats(self) -> Mapping[str, StateFormat]:
@@ -70,10 +75,14 @@ class Rule(Protocol):
     def scalars(self, device: torch.device) -> Scalars:
         """As before the first step."""
 
-    def update_(self, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> None:
+    def update_(
+        self, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor, stage: Stage = "whole"
+    ) -> None:
         """Update flat `weight` and `state` in place where they lie, unless the row says not to go."""
 
-    def host_call(self, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor) -> HostCall | None:
+    def host_call(
+        self, weight: Tensor, gradient: Tensor, state: StateView, coefficients: Tensor, stage: Stage = "whole"
+    ) -> HostCall | None:
         """The same for the C threads; None: there is no kernel, and `update_` does it."""
 
 
