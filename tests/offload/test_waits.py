@@ -22,8 +22,9 @@ from penstock.flow import transfers
 from penstock.offload import optimizer as optimizer_module
 from penstock.offload import prefetch
 from penstock.offload.adamw import OffloadAdamW
-from penstock.offload.host import HostHome
+from penstock.offload.landings import Landings
 from penstock.offload.placing import find_trained, place
+from penstock.plan import layout
 from penstock.plan.layout import FORMATS
 from penstock.plan.split import Manner, Profile
 
@@ -241,6 +242,7 @@ SCENARIOS = {
 def run(monkeypatch, name, left_out=None):
     what, how = SCENARIOS[name]
     monkeypatch.setattr(prefetch, "MOST_GOING", 20)
+    monkeypatch.setattr(layout, "LANDING_BYTES", 0)  # so that landings are used again within a step
     monkeypatch.setattr(optimizer_module, "when_dropped", lambda *_: lambda: None)  # threads that raced have stopped
     what, how = dict(what), dict(how)
     monkeypatch.setattr(transfers, "UNDER_WAY_BYTES", how.pop("under_way", 100))
@@ -295,16 +297,11 @@ def test_any_wait_that_is_left_out_is_a_race(reached, monkeypatch):
     assert {source_line(site) for site in silent} == set(REDUNDANT), silent
 
 
+@pytest.mark.parametrize("clip", [0.5, 0.0])
 @pytest.mark.parametrize("how", [{}, {"late": True}])
-def test_a_gradient_that_moments_still_read_must_not_be_overwritten(monkeypatch, how):
-    end_step = HostHome.end_step
-
-    def forget(home):
-        end_step(home)
-        home._moments.clear()
-
-    monkeypatch.setitem(SCENARIOS, "moments", ({"homes": "host"}, how))
-    run(monkeypatch, "moments")
-    monkeypatch.setattr(HostHome, "end_step", forget)
+def test_a_gradient_that_is_still_read_must_not_be_overwritten(monkeypatch, clip, how):
+    monkeypatch.setitem(SCENARIOS, "read", ({"homes": "host", "clip": clip}, how))
+    run(monkeypatch, "read")
+    monkeypatch.setattr(Landings, "used", lambda *_: None)
     with pytest.raises(Race):
-        run(monkeypatch, "moments")
+        run(monkeypatch, "read")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from penstock.engine.ranks import World
 from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.hardware import pick_compile
 from penstock.offload.dtensors import all_say, is_streamed, local
+from penstock.plan.layout import UNIT_SLOTS
 from penstock.plan.split import Manner, Profile
 from penstock.recipe.recipe import Recipe
 
@@ -120,30 +122,69 @@ def try_once(
 
 
 def _try_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer) -> Profile:
-    """The micro-batches that go through the layers together; gradients of layers that stream leave at once.
-
-    Beside them, gradients of what is around the layers, and of several micro-batches the embedding's sum in fp32.
-    """
+    """The micro-batches that go through the layers together; gradients of layers that stream leave at once."""
     vocab_size = packed.model.config.get_text_config().vocab_size
     rows, together = recipe.rows_at_once, recipe.batch_size if recipe.order != "rows" else recipe.rows_at_once
     batches = [
         full_batch(min(rows, together - first), recipe.max_length, vocab_size) for first in range(0, together, rows)
     ]
     parameters = [p for p in packed.model.parameters() if p.requires_grad]
-    resident = sum(p.numel() for p in parameters if not is_streamed(p))
-    device, began = packed.device, time.perf_counter()
+    peaks = _LayerPeaks(packed, several=len(batches) > 1)
+    began = time.perf_counter()
     with _told(parameters, drop_gradient):
         for trial in ([_in_thirds(batches[0], recipe)], batches[:1], batches):  # the first two, for what is compiled
             start_seconds = time.perf_counter() - began
             layerwise.timeline.start()
-            before = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            layerwise.run(trial, 1, nullcontext)
+            taken = peaks.of(functools.partial(layerwise.run, trial, 1, nullcontext))
             spans = layerwise.timeline.stop()
-    taken = torch.cuda.max_memory_allocated(device) - before
+    around = [p for p in parameters if not is_streamed(p)]
+    kept = taken + sum(p.nbytes for p in around)
+    with _told([p for p in parameters if is_streamed(p)], drop_gradient), suppress(torch.OutOfMemoryError):
+        kept = peaks.of(functools.partial(layerwise.run, batches, 1, nullcontext), kept=around)
+    packed.model.zero_grad()
     forward, backward = (sum(s.end - s.start for s in spans if s.lane == lane) for lane in ("forward", "backward"))
-    kept = 2 * resident  # gradients; the sum of the embedding's is made when all inputs are gone
-    return Profile(taken, taken + kept, forward_seconds=forward, backward_seconds=backward, start_seconds=start_seconds)
+    return Profile(taken, kept, forward_seconds=forward, backward_seconds=backward, start_seconds=start_seconds)
+
+
+class _LayerPeaks:
+    """The most that a step layer by layer takes, as the optimizer will have it.
+
+    A trial drops gradients. A step adds them up in fp32, those of a layer while it is there and the embedding's at the
+    end, and those of the layers that the host is ahead are on their way down.
+    """
+
+    def __init__(self, packed: PackedModel, *, several: bool) -> None:
+        """`several`: micro-batches go through a layer, so that there are sums."""
+        self._device = packed.device
+        layer = max(_trained_bytes(layer) for layer in packed.decoder.layers)
+        self._embedding = _trained_bytes(packed.model.get_input_embeddings())
+        self._sums, self._under_way = (2 if several else 0), (UNIT_SLOTS - 1) * layer
+        self._layer = self._sums * layer
+        self._before = self._first = 0
+
+    def of(self, run: Callable[..., Tensor], kept: Sequence[Tensor] = ()) -> int:
+        """The peak of a run in which the gradients of `kept` are not dropped."""
+        torch.cuda.synchronize(self._device)
+        self._before, self._first = torch.cuda.memory_allocated(self._device), 0
+        torch.cuda.reset_peak_memory_stats(self._device)
+        run(done=self._layer_done)
+        beside = sum(p.nbytes for p in kept) or self._embedding
+        end = beside + self._embedding * (self._sums + 1)
+        return max(self._first, self._since_then() + self._layer + self._under_way, end if self._sums else 0)
+
+    def _layer_done(self, layer: nn.Module) -> None:
+        if not self._first:  # the head and the last layer
+            self._first = self._since_then()
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _since_then(self) -> int:
+        """With what other streams still use."""
+        peak: int = torch.cuda.memory_stats(self._device)["active_bytes.all.peak"]
+        return peak - self._before
+
+
+def _trained_bytes(module: nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters() if p.requires_grad)
 
 
 def _in_thirds(batch: MicroBatch, recipe: Recipe) -> MicroBatch:

@@ -23,7 +23,7 @@ from penstock.flow.lanes import Mark
 from penstock.flow.timeline import LaneName
 from penstock.offload.homes import Surroundings, Update
 from penstock.offload.landings import DTYPES, Landings
-from penstock.plan.layout import Chunk, padded
+from penstock.plan.layout import Chunk, landing_bytes, padded
 from penstock.update.formats import view_state
 from penstock.update.host_threads import HostThreads
 from penstock.update.rule import Stage
@@ -42,33 +42,38 @@ class HostHome:
     name = "host"
 
     def __init__(
-        self, chunks: Sequence[Chunk], around: Surroundings, *, cores: Sequence[int], masters_first: bool = False
+        self,
+        chunks: Sequence[Chunk],
+        around: Surroundings,
+        *,
+        cores: Sequence[int],
+        masters_first: bool = False,
+        in_backward: bool = False,
     ) -> None:
+        """`in_backward`: updates follow their gradients at once, so that few of those lie here at a time."""
         self._link, self._streams, self._rule = around.link, around.link.streams, around.rule
         self._deadlines = around.deadlines
         copied = chunks if self._streams.separate_memory else []
         here = [c for c in copied if c.parameter not in around.streamed]  # others are updated where they lie
-        total = sum(padded(c.state_bytes) for c in chunks) + sum(padded(c.copy_bytes) for c in [*copied, *here])
+        total = sum(padded(c.state_bytes) for c in chunks) + sum(padded(c.copy_bytes) for c in here)
+        total += landing_bytes(copied, ring=in_backward)
         self.arena = Arena(total, pinned=self._streams.device.type == "cuda", cores=cores)
         self._state = {c: self.arena.cut(c.state_bytes) for c in chunks}
         self._weights = {c: self.arena.cut(c.copy_bytes).view(DTYPES[c.weight_bytes]) for c in here}
-        self._landings = Landings(copied, self.arena, self._link)
+        self._landings = Landings(copied, self.arena, self._link, ring=in_backward)
         self._threads = HostThreads(cores)
         self._order, self._sender = (self._streams.thread(name) for name in ("penstock-host", "penstock-up"))
         self._idle_since = 0.0
         self._masters_first = masters_first and self._rule.in_stages and self._streams.separate_memory
         self._owed: list[Update] = []  # whose masters were updated in this step
-        self._moments: dict[Chunk, Future[bool]] = {}  # which read the gradient that lies in the landing
 
     def sends_down(self, chunk: Chunk) -> bool:
         """Wherever device and host have memories of their own."""
         return chunk in self._landings
 
     def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
-        """Send it down, once nothing needs the one before any more."""
+        """Send it down."""
         if chunk in self._landings:
-            if chunk in self._moments:
-                self._moments.pop(chunk).result()
             self._landings.send(chunk, gradient)
 
     def update(self, update: Update) -> Future[Mark]:
@@ -79,9 +84,11 @@ class HostHome:
             update = dataclasses.replace(update, gradient=landed)
         done: Future[Mark] = Future()
         given = self._order.submit(self._begin, update, arrived, "master" if self._masters_first else "whole")
-        self._sender.submit(self._send_up, update, given, done)
+        read = self._sender.submit(self._send_up, update, given, done)
         if self._masters_first:
             self._owed.append(update)
+        elif update.chunk in self._landings:
+            self._landings.used(update.chunk, read)
         return done
 
     def end_step(self) -> None:
@@ -89,7 +96,7 @@ class HostHome:
         while self._owed:
             update = self._owed.pop()
             given = self._order.submit(self._begin, update, Mark(), "moments")
-            self._moments[update.chunk] = self._sender.submit(self._finish, given)
+            self._landings.used(update.chunk, self._sender.submit(self._finish, given))
 
     @torch.no_grad()
     def _begin(self, update: Update, arrived: Mark, stage: Stage) -> Given:

@@ -35,7 +35,11 @@ class Housing:
             "gpu": lambda chunks: ResidentHome(chunks, around),
             "stream": lambda chunks: StreamHome(chunks, around, cores=near, most_waiting=most_waiting),
             "host": lambda chunks: HostHome(
-                chunks, around, cores=placement.cores or near, masters_first=manner.masters_first
+                chunks,
+                around,
+                cores=placement.cores or near,
+                masters_first=manner.masters_first,
+                in_backward=manner.in_backward,
             ),
         }
         self.homes = [(makers[name](chunks), chunks) for name, chunks in placement.chunks.items() if chunks]

@@ -249,17 +249,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _update_unit(self, step: Step, unit: TrainedUnit, rows: list[Coefficients]) -> None:
         ready, home_of = self._streams.main_mark(), self._housing.home_of
+        sent = self._overlap and self.update == "after-norm"
         unit.updates = Updates()
         for index in unit.parameters:
             flat = step.take(index)
             if flat is None and index not in step.sent:
                 continue  # no gradient in this step: the parameter stays, as in torch
-            if flat is not None and not (self._overlap and self.update == "after-norm"):
-                for chunk in self._housing.chunks[index]:
-                    home_of[chunk].gradient_final(chunk, chunk.of(flat))
             weight = local(self._parameters[index]).view(-1)
             for chunk in self._housing.chunks[index]:
                 part = None if flat is None else chunk.of(flat)
+                if part is not None and not sent:
+                    home_of[chunk].gradient_final(chunk, part)
                 update = Update(chunk, chunk.of(weight), part, rows[self._group_of[index]], ready)
                 unit.updates.made.append(home_of[chunk].update(update))
             # Dropped in every home: in `host` it has gone, and which home a parameter has must not show.

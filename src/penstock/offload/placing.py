@@ -31,8 +31,17 @@ from penstock.plan.layout import (
     chunk_for,
     cut,
     gpu_reserve,
+    landing_bytes,
 )
-from penstock.plan.placement import Dealt, Placement, deal, deal_away, deal_within, prefetch_room
+from penstock.plan.placement import (
+    Dealt,
+    Placement,
+    deal,
+    deal_away,
+    deal_within,
+    deal_without_stream,
+    prefetch_room,
+)
 from penstock.plan.split import Manner, ModelBytes, Profile, Requirements, Room, requirements, streamed_share
 
 Homes = Literal["auto"] | HomeName | Mapping[HomeName, float]
@@ -81,8 +90,13 @@ def place(
         bytes_after = _bytes_after(trained, profile)
         need = _requirements(trained, format, profile, manner, bytes_after)
         if homes == "auto":
-            taken = sum(chunk.state_bytes + chunk.copy_bytes for chunks in dealt.values() for chunk in chunks)
-            here = _choose(need, trained.device, wholes, profile, manner, cores, chunk_size, taken)
+            try:
+                here = _choose(need, trained.device, wholes, profile, manner, cores, chunk_size, dealt)
+            except DoesNotFit:
+                if not dealt["stream"]:
+                    raise
+                dealt = _deal_away(away, "host", trained.device, profile, manner, cores, chunk_size)
+                here = _choose(need, trained.device, wholes, profile, manner, cores, chunk_size, dealt)
         else:
             shares = dict(homes) if isinstance(homes, Mapping) else {homes: 1.0}
             here = deal([cut(whole, chunk_size or DEFAULT_CHUNK) for whole in wholes], shares)
@@ -164,11 +178,11 @@ def _choose(
     manner: Manner,
     cores: Sequence[int],
     chunk_size: int | None,
-    taken: int = 0,
+    away: Dealt,
 ) -> Dealt:
     """Chunks by home for what is free now. Weights are allocated already; gradients and activations are not.
 
-    `taken`: what others will have of the host's memory.
+    `away`: chunks that will be in host memory too, and in slots.
     """
     format, state_bytes = wholes[0].format, need.state_bytes
     # Cut all the same: of a shard that is empty there is no chunk.
@@ -177,14 +191,19 @@ def _choose(
         return everything
     free, total = gpu_room(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    on_host = (available_host_bytes() - HOST_RESERVE) // profile.ranks_here - taken
+    on_host = (available_host_bytes() - HOST_RESERVE) // profile.ranks_here
+    on_host -= sum(chunk.state_bytes for chunks in away.values() for chunk in chunks)
+    on_host -= landing_bytes([*away["stream"], *away["host"]], ring=manner.in_backward)
     room = Room(free + cached - gpu_reserve(total), on_host)
     if room.gpu_bytes >= need.kept_bytes + need.num_params * state_bytes:
         return everything
     rates = measure_rates(device, cores, format, masters_first=manner.masters_first)
-    room = room.less(STAGING * state_bytes)
     suitable = chunk_size or chunk_for(rates.link_bytes_per_s, state_bytes)
-    dealt = deal_within(need, room, rates, [cut(whole, suitable) for whole in wholes])
+    cuts = [cut(whole, suitable) for whole in wholes]
+    beside = 2 * need.weight_bytes if away["stream"] else 0  # weights and gradients that travel with state
+    dealt = deal_within(need, room.less(STAGING * (state_bytes + beside)), rates, cuts)
+    if dealt is None and not away["stream"]:
+        dealt = deal_without_stream(need, room, cuts)
     if dealt is None:
         remedy = f"Try {smaller_formats(need, format)}--recompute full, or a smaller --micro-batch-size."
         raise DoesNotFit(_shortage(need, room), where=describe(device), remedy=remedy)

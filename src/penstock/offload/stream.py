@@ -18,7 +18,7 @@ from penstock.flow.lanes import Mark
 from penstock.flow.slots import SlotRing
 from penstock.offload.homes import Surroundings, Update, update_on_device
 from penstock.offload.landings import DTYPES, Landings
-from penstock.plan.layout import NUM_SLOTS, Chunk, padded
+from penstock.plan.layout import NUM_SLOTS, Chunk, landing_bytes, padded
 from penstock.update.formats import view_state
 
 
@@ -42,7 +42,7 @@ class StreamHome:
         # In backward a gradient is where it is needed; after it, it would be kept there until the norm is known.
         landing = [c for c in chunks if c in self._away] if self._streams.separate_memory and not most_waiting else []
         pinned = self._streams.device.type == "cuda"
-        total = sum(padded(c.state_bytes) for c in chunks) + sum(padded(c.copy_bytes) for c in landing)
+        total = sum(padded(c.state_bytes) for c in chunks) + landing_bytes(landing)
         self.arena = Arena(total, pinned=pinned, cores=cores)
         self._state = {c: self.arena.cut(c.state_bytes) for c in chunks}
         self._landings = Landings(landing, self.arena, self._link)

@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
 from penstock.plan.job import Crossing
-from penstock.plan.layout import PREFETCHED_INPUTS, UNIT_SLOTS, layer_parameters
+from penstock.plan.layout import LANDING_BYTES, PREFETCHED_INPUTS, UNIT_SLOTS, layer_parameters
 from penstock.plan.memory import Work, in_flight_bytes, loss_bytes, saved_in_layer
 from penstock.plan.speed import Arithmetic
 from penstock.plan.split import STEPS, Manner, Rates, Requirements, Room, Split
@@ -157,7 +157,8 @@ class LayerStep:
         dropped = max(m.inputs + m.activations for m in found)
         kept = max(m.inputs + m.activations + m.gradients for m in found)
         return Requirements(
-            self.resident_params, state_bytes, b, b, dropped, kept, self.gradients_leave, hidden_seconds
+            self.resident_params, state_bytes, b, b, dropped, kept, self.gradients_leave, hidden_seconds,
+            copies=self.manner.copies,
         )  # fmt: skip
 
     def inputs_at_peak(self) -> float:
@@ -245,6 +246,11 @@ class LayerTraffic:
         return tuple(crossing for crossing in found if crossing.in_bytes or crossing.out_bytes)
 
     @property
+    def landing_bytes(self) -> float:
+        """Host memory for gradients that came down: all of them until the norm is known, else a few."""
+        return float(LANDING_BYTES if self.step.manner.in_backward else self._b * self.step.streamed_params)
+
+    @property
     def _b(self) -> int:
         return self.step.work.dtype_bytes
 
@@ -286,8 +292,7 @@ def split_layers(traffic: LayerTraffic, need: Requirements, room: Room, rates: R
         in_place = min(away, in_host)
         host, with_weights = in_host - in_place, away - in_place
         gpu = min(here - host, (room.gpu_bytes - need.peak_bytes(host)) / state)
-        landings = in_place if traffic.step.manner.in_backward else away
-        on_host = (here + away - gpu) * state + b * (2 * host + landings)
+        on_host = (here + away - gpu) * state + b * need.copies * host + traffic.landing_bytes
         if gpu < 0 or on_host > room.host_bytes:
             continue
         exposed = exposed_with(here - host - gpu, host, with_weights, in_place)
@@ -307,8 +312,7 @@ def named_layers(
     streamed = _of(traffic.step.streamed_params, streamed_shares(shares))
     on_gpu = resident.gpu * need.state_bytes + need.peak_bytes(resident.host)
     on_host = (resident.stream + resident.host + traffic.step.streamed_params) * need.state_bytes
-    landings = streamed.host if traffic.step.manner.in_backward else traffic.step.streamed_params
-    on_host += need.weight_bytes * (2 * resident.host + landings)
+    on_host += need.weight_bytes * need.copies * resident.host + traffic.landing_bytes
     if on_gpu > room.gpu_bytes or on_host > room.host_bytes:
         return None
     exposed = traffic.exposed_seconds(Homes(resident, streamed), rates)

@@ -34,6 +34,9 @@ CHUNK_SECONDS = 4.2e-3
 """What a chunk should take on the link: long against the start of a copy, short against a layer's forward."""
 STREAM_QUEUE = 16
 """Chunks that may wait for a slot during backward: their gradients take memory beside the activations."""
+LANDING_BYTES = 2**31
+"""Host memory for gradients that updates in backward use at once: a few layers' worth, so that backward and the cores
+need not keep step."""
 GPU_RESERVE = 5 * 2**30
 """Left free on the GPU: fragments, workspaces, and gradients that the host, running ahead, has let go and the device
 has not. With less, the allocator waits for the device to get its memory back, and the host is ahead no longer. Measured
@@ -189,6 +192,14 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
+def landing_bytes(chunks: Sequence[Chunk], *, ring: bool = False) -> int:
+    """Host memory for gradients of these chunks that leave the device: a place each, or a `ring` that they share."""
+    sizes = [padded(chunk.copy_bytes) for chunk in chunks]
+    if not ring or not sizes:
+        return sum(sizes)
+    return min(len(sizes), max(NUM_SLOTS, LANDING_BYTES // max(sizes))) * max(sizes)
+
+
 def cut(whole: Chunk, chunk_size: int) -> list[Chunk]:
     """A parameter, given as one chunk, in chunks of at most so many elements, rounded up to whole blocks."""
     step = whole.format.whole_blocks(chunk_size)
@@ -242,7 +253,8 @@ def state_buffers(
     """State by home, staging slots and arenas. `streamed`: parameters whose weights lie in host memory.
 
     Those need no copy of the weight. In `stream` weight and gradient travel with the state, and the gradient lands in
-    host memory as it does in `host`, unless it is updated `in_backward`, where it was made. Without a GPU everything is
+    host memory as it does in `host`, unless it is updated `in_backward`, where it was made; in `host` those that land
+    `in_backward` share a few places. Without a GPU everything is
     in host memory, and `host` updates weights and gradients where they are, so that it keeps no copies of them.
     """
     device: Place = "gpu" if on_gpu else "host"
@@ -261,9 +273,11 @@ def state_buffers(
         arena = sum(padded(chunk.state_bytes) for chunk in on_host)
         found.append(Buffer("host state", "host", max(ALIGNMENT, arena)))
         if copies and on_gpu:
-            found.append(Buffer("pinned copies", "host", 2 * copies))
-    landing = on_host if in_backward else (*travelling, *on_host)
-    landings = sum(padded(chunk.copy_bytes) for chunk in landing if chunk.parameter in streamed)
+            found.append(Buffer("pinned copies", "host", copies if in_backward else 2 * copies))
+    if in_backward:
+        landings = landing_bytes(on_host, ring=True)
+    else:
+        landings = landing_bytes([chunk for chunk in (*travelling, *on_host) if chunk.parameter in streamed])
     if landings and on_gpu:
         found.append(Buffer("gradient landings", "host", landings))
     return found

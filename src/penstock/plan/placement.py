@@ -65,11 +65,22 @@ def deal_within(need: Requirements, room: Room, rates: Rates, chunks: Sequence[S
         host = float(sum(chunk.size for chunk in dealt["host"]))
         on_gpu = need.peak_bytes(host) + sum(chunk.state_bytes for chunk in dealt["gpu"])
         on_host = sum(chunk.state_bytes for name in ("stream", "host") for chunk in dealt[name])
-        on_host += 2 * sum(chunk.copy_bytes for chunk in dealt["host"])
+        on_host += need.copies * sum(chunk.copy_bytes for chunk in dealt["host"])
         if on_gpu <= room.gpu_bytes and on_host <= room.host_bytes:
             return dealt
         asked = asked.less(max(0.0, on_gpu - room.gpu_bytes), max(0.0, on_host - room.host_bytes))
     return None
+
+
+def deal_without_stream(need: Requirements, room: Room, chunks: Sequence[Sequence[Chunk]]) -> Dealt | None:
+    """All in `host` but what fits on the GPU: where that is small, slots for `stream` are what it lacks."""
+    # The gradient of what is on the GPU stays there too.
+    left = (room.gpu_bytes - need.peak_bytes(need.num_params)) / (need.state_bytes + need.weight_bytes)
+    copied = need.state_bytes + need.copies * need.weight_bytes
+    if left < 0 or (need.num_params - left) * copied > room.host_bytes:
+        return None
+    on_gpu = max(0.0, min(need.num_params, left) - DEFAULT_CHUNK) / need.num_params  # by which it may be over
+    return deal(chunks, {"gpu": on_gpu, "host": 1 - on_gpu} if on_gpu else {"host": 1.0})
 
 
 def deal(parameters: Sequence[Sequence[Chunk]], shares: Mapping[HomeName, float]) -> Dealt:

@@ -46,7 +46,7 @@ def _named(
 ) -> Split | None:
     """Homes that the recipe names, if they fit. Where there is one memory, all of them are in it."""
     gpu, stream, host = (need.num_params * shares.get(n, 0.0) / sum(shares.values()) for n in ("gpu", "stream", "host"))
-    copied = need.state_bytes + (2 * need.weight_bytes if machine.has_gpu else 0)
+    copied = need.state_bytes + (need.copies * need.weight_bytes if machine.has_gpu else 0)
     on_gpu = gpu * need.state_bytes + need.peak_bytes(host)
     on_host = stream * need.state_bytes + host * copied
     if machine.one_memory:

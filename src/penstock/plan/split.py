@@ -62,6 +62,11 @@ class Manner:
         """Whether the host updates masters before moments, since a forward waits for them."""
         return self.overlap and not self.in_backward
 
+    @property
+    def copies(self) -> int:
+        """See `Requirements`."""
+        return 1 if self.in_backward else 2
+
     def sum_bytes(self, weight_bytes: float, micro_batches: int) -> float:
         """A parameter's share of gradients that are kept: of two micro-batches the first is kept as it came."""
         in_fp32 = micro_batches > 2 and self.accumulate_dtype == "fp32"
@@ -101,6 +106,8 @@ class Requirements:
     """Arithmetic that updates can hide under: a forward in `after-norm`, a backward in `in-backward`."""
     end_bytes: float | None = None
     """What backward still takes when it ends, with all gradients. None: no state comes before its update."""
+    copies: int = 2
+    """Of a parameter in `host` beside its state: of its weight, and of its gradient if that waits for the norm."""
 
     def peak_bytes(self, host: float) -> float:
         """The most that forward and backward take with `host` parameters in that home."""
@@ -150,6 +157,7 @@ def requirements(
         gradients_leave=manner.prefetches and not accumulates,
         hidden_seconds=hidden_seconds,
         end_bytes=end_bytes if manner.prefetches else None,
+        copies=manner.copies,
     )
 
 
@@ -194,7 +202,7 @@ def best_split(need: Requirements, room: Room, rates: Rates) -> Split | None:
 def _with_host_share(need: Requirements, room: Room, rates: Rates, host: float) -> Split | None:
     gpu = min(need.num_params - host, (room.gpu_bytes - need.peak_bytes(host)) / need.state_bytes)
     stream = need.num_params - host - gpu
-    copied = need.state_bytes + 2 * need.weight_bytes  # a host chunk also has its weight and gradient there
+    copied = need.state_bytes + need.copies * need.weight_bytes
     if gpu < 0 or stream * need.state_bytes + host * copied > room.host_bytes:
         return None
     link_seconds = link_bytes(need, stream, host) / rates.link_bytes_per_s
