@@ -2,21 +2,26 @@
 
 import dataclasses
 import importlib.util
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
 from penstock.bench.peer_process import deepspeed_config
-from penstock.bench.peers import Peer, judge, peers_of, run_peer, run_process
+from penstock.bench.peers import Peer, PeerResult, judge, peers_of, row_values, run_peer, run_process
 from penstock.recipe.presets import PRESETS
 
 RECIPE = dataclasses.replace(PRESETS["demo"], init="random", batch_size=2, max_length=32, device="cpu")
+OFFLOADED = Peer("deepspeed", "zerooffload", 1.0, offload_params=True)
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 
 def run(tmp_path, code, timeout_s=30.0):
@@ -42,10 +47,11 @@ def test_a_result_comes_back_among_other_output(tmp_path):
     code = """
 print("{not json"); print('{"other": 1}')
 print('{"peer": "fake", "steps_done": 1}')
-print('{"peer": "fake", "step_s": 1.5, "gpu_bytes": 7, "versions": "fake 1"}')
+print('{"peer": "fake", "step_s": 1.5, "gpu_bytes": 7, "driver_bytes": 9, "versions": "fake 1"}')
 """
     _, result = run(tmp_path, code)
     assert (result.step_s, result.gpu_bytes, result.versions, result.error) == (1.5, 7, "fake 1", "")
+    assert result.driver_bytes == 9
 
 
 def test_one_that_hangs_is_killed_with_its_children(tmp_path):
@@ -198,3 +204,97 @@ def test_deepspeed_gets_the_reference_configuration_with_this_recipe():
     assert (offload["ratio"], offload["super_offload"], offload["cpuadam_cores_perc"]) == (0.3, True, 0.9)
     plain = deepspeed_config(recipe, Peer("deepspeed", "zerooffload", 1.0))["zero_optimization"]["offload_optimizer"]
     assert "super_offload" not in plain
+
+
+def test_with_parameters_on_the_cpu_deepspeed_has_one_setting():
+    found = peers_of(["deepspeed", "torchao"], ["superoffload", "zerooffload"], [0.3, 0.8], offload_params=True)
+    assert found == [OFFLOADED, Peer("torchao")]
+    assert found[0].label == "deepspeed zerooffload parameters on the CPU"
+
+
+def test_a_row_says_where_the_parameters_lie_and_that_nothing_is_compiled():
+    recipe = dataclasses.replace(RECIPE, recompute="full", order="layers", inputs="parked", compile=True)
+    found = row_values(OFFLOADED, recipe, PeerResult(step_s=1.0, driver_bytes=5))
+    assert (found["weights"], found["setting"], found["driver_bytes"]) == ("streamed", "parameters on the CPU", 5)
+    assert (found["order"], found["inputs"], found["compiled"]) == ("rows", "", False)
+    assert row_values(Peer("deepspeed", "zerooffload", 0.3), recipe, PeerResult())["weights"] == "resident"
+
+
+def python(code, *words):
+    """DeepSpeed patches torch for the rest of its process, so it never runs inside pytest's."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-W", "ignore", "-c", code, *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert not done.returncode, done.stderr[-3000:]
+    return done.stdout.splitlines()[-1]
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_deepspeed_accepts_both_offloads():
+    config = deepspeed_config(dataclasses.replace(RECIPE, batch_size=4, micro_batch_size=2), OFFLOADED)
+    code = """
+import json, sys
+from deepspeed.runtime.config import DeepSpeedConfig
+zero = DeepSpeedConfig(json.loads(sys.argv[1])).zero_config
+keys = ("prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
+keys += ("overlap_comm", "contiguous_gradients")
+default = type(zero)(stage=3)
+print(json.dumps([
+    zero.stage, zero.offload_param.device, zero.offload_param.pin_memory, zero.offload_optimizer.device,
+    zero.offload_optimizer.pin_memory, zero.offload_optimizer.ratio, zero.offload_optimizer.super_offload,
+    all(getattr(zero, key) == getattr(default, key) for key in keys)
+]))
+"""
+    assert json.loads(python(code, json.dumps(config))) == [3, "cpu", True, "cpu", True, 1.0, False, True]
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_a_loss_in_tiles_has_the_gradients_of_hugging_faces():
+    code = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from penstock.bench import peer_process
+torch.manual_seed(0)
+sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 50}
+model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes))
+ids = torch.randint(50, (2, 9))
+loss = model(input_ids=ids, labels=ids).loss / 3
+loss.backward()
+gradients = [p.grad for p in model.parameters()]
+model.zero_grad()
+peer_process.TILE_BYTES = 4 * 50 * 5  # 18 tokens in tiles of 5, the last one of 3
+tiled = peer_process._TiledLoss(model, 3)(ids)
+tiled.backward()
+torch.testing.assert_close(tiled, loss)
+for p, gradient in zip(model.parameters(), gradients, strict=True):
+    torch.testing.assert_close(p.grad, gradient)
+print("same")
+"""
+    assert python(code) == "same"
+
+
+@needs_deepspeed
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler, which DeepSpeed's CPUAdam needs")
+@pytest.mark.slow
+def test_deepspeed_makes_steps_with_parameters_on_the_cpu(tmp_path, monkeypatch):
+    """Of the whole benchmark, on the CPU: its operations are built once, where the engine's tests keep them too."""
+    from penstock.bench.run import Asked, bench
+
+    kind = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
+    built = Path.home() / ".cache" / "torch_extensions" / f"py{sys.version_info.major}{sys.version_info.minor}_{kind}"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", os.environ.get("TORCH_EXTENSIONS_DIR", str(built)))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # of ninja
+    shape = "num_hidden_layers=2,hidden_size=32,intermediate_size=48,vocab_size=300,num_attention_heads=4"
+    recipe = dataclasses.replace(
+        PRESETS["llama-8b"], init="random", shape=shape + ",num_key_value_heads=2,head_dim=16", dtype="fp32",
+        device="cpu", batch_size=4, micro_batch_size=2, max_length=16, weights="streamed", recompute="auto",
+    )  # fmt: skip
+    asked = Asked(steps=2, updates=("after-norm",), against=("deepspeed",), timeout_s=1200)
+    *_, ours, peer = bench(recipe, asked, to=str(tmp_path), say=lambda _: None).rows
+    assert (ours.system, peer.system, peer.error) == ("penstock", "deepspeed", "")
+    assert peer.step_s > 0
+    assert (peer.mode, peer.weights, peer.setting) == ("zerooffload", "streamed", "parameters on the CPU")
+    assert (peer.batch, peer.micro_batch, peer.recompute, peer.clip) == (4, 2, "full", True)
+    assert "deepspeed" in peer.versions

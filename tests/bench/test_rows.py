@@ -93,6 +93,20 @@ def test_the_widest_row_fits():
     assert line.endswith("ratio 0.35")
 
 
+def test_what_streams_and_what_is_allowed_stands_below_in_full():
+    limit = {"gpu_limit_gb": 16.0, "driver_bytes": 15_800_000_000}
+    ours = row(weights="streamed", order="layers", inputs="parked", **limit)
+    peer = row(
+        "deepspeed", 9.0, mode="zerooffload", schedule="", weights="streamed", setting="parameters on the CPU", **limit
+    )
+    text = table([row("floor", 1.6, mode="", schedule="", states=""), ours, peer, row("torchao", None, error="no")])
+    assert [line for line in text.splitlines() if line.startswith("  GPU")] == [
+        "  GPU, superoffload after-norm fp32 clipped: weights streamed, layers, parked, 16 GB allowed, 15.8 taken",
+        "  GPU, deepspeed zerooffload fp32 clipped: parameters on the CPU, weights streamed, rows, 16 GB allowed, "
+        "15.8 taken",
+    ]
+
+
 def test_other_work_is_another_block():
     text = table([row(), row(seq=8192)])
     assert text.count("system") == 2

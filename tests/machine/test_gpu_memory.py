@@ -54,6 +54,12 @@ def test_what_others_take_is_no_context(card):
     assert gpu_room(CUDA)[1] == 24 * GB - gpu_memory.MOST_CONTEXT - LATER_BYTES
 
 
+def test_what_others_are_known_to_have_taken_does_not_count(card):
+    card.free -= GB // 2
+    limit_gpu(CUDA, "24GB", GB // 2)
+    assert gpu_room(CUDA)[1] == 24 * GB - GB // 2 - LATER_BYTES
+
+
 def test_less_than_the_context_is_refused(card):
     with pytest.raises(RecipeError, match=r"context alone takes 0\.9 GB"):
         limit_gpu(CUDA, "0.5GB")

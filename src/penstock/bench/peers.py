@@ -44,6 +44,8 @@ class Peer:
     mode: str = ""
     ratio: float | None = None
     """Share of the state that DeepSpeed offloads."""
+    offload_params: bool = False
+    """Whether DeepSpeed's weights lie in host memory too, and come to the GPU while they are used."""
 
     @property
     def label(self) -> str:
@@ -53,6 +55,8 @@ class Peer:
     @property
     def setting(self) -> str:
         """For the row."""
+        if self.offload_params:
+            return "parameters on the CPU"
         return "" if self.ratio is None else f"ratio {self.ratio:g}"
 
 
@@ -65,6 +69,8 @@ class PeerResult:
     host_bytes: int = 0
     versions: str = ""
     error: str = ""
+    driver_bytes: int = 0
+    """Of the GPU after the steps as the driver sees it, without what others had taken before."""
 
 
 @dataclass(frozen=True)
@@ -79,23 +85,38 @@ class Exit:
     host_bytes: int
 
 
-def peers_of(names: Sequence[str], modes: Sequence[str], ratios: Sequence[float]) -> list[Peer]:
-    """Every setting of every peer that is asked for."""
+def peers_of(
+    names: Sequence[str], modes: Sequence[str], ratios: Sequence[float], *, offload_params: bool = False
+) -> list[Peer]:
+    """Every setting of every peer that is asked for.
+
+    With parameters in host memory DeepSpeed has one setting, ZeRO-Offload with all of the state: a GPU that is short of
+    memory for weights has none for a share of their state, six times as large. SuperOffload takes the option too, but
+    is described for weights on the GPU, and clipped it steps as ZeRO-Offload does, through another process.
+    """
     found: list[Peer] = []
     for name in names:
-        if name == "deepspeed":
+        if name == "deepspeed" and offload_params:
+            found.append(Peer(name, "zerooffload", 1.0, offload_params=True))
+        elif name == "deepspeed":
             found += [Peer(name, mode, ratio) for mode in modes for ratio in ratios]
         else:
             found.append(Peer(name))
     return found
 
 
-def run_peer(peer: Peer, recipe: Recipe, *, steps: int, timeout_s: float, log: Path) -> PeerResult:
-    """Measure a peer's step in a new process. `log` gets what it prints, and stays only if it failed."""
+def run_peer(
+    peer: Peer, recipe: Recipe, *, steps: int, timeout_s: float, log: Path, others_bytes: int = 0
+) -> PeerResult:
+    """Measure a peer's step in a new process. `log` gets what it prints, and stays only if it failed.
+
+    `others_bytes` of the GPU are taken already, by this process for one: they do not count against the peer's limit.
+    """
     if importlib.util.find_spec(peer.name) is None:
         return PeerResult(error=f"not installed: pip install {peer.name}")
     spec = log.with_suffix(".json")
-    spec.write_text(json.dumps({"peer": asdict(peer), "recipe": to_dict(recipe), "steps": steps}), encoding="utf-8")
+    asked = {"peer": asdict(peer), "recipe": to_dict(recipe), "steps": steps, "others_bytes": others_bytes}
+    spec.write_text(json.dumps(asked), encoding="utf-8")
     command = [sys.executable, "-m", "penstock.bench.peer_process", str(spec)]
     kernels = cache_dir("peer-kernels")
     try:
@@ -181,14 +202,35 @@ def _objects(lines: Sequence[str]) -> list[dict[str, Any]]:
 def judge(ended: Exit, name: str, timeout_s: float) -> PeerResult:
     """A result, or why there is none, in words for the table."""
     last = ended.lines[-1] if ended.lines else {}
-    if "step_s" in last:
-        return PeerResult(last["step_s"], last["gpu_bytes"], ended.host_bytes, last["versions"])
+    done = "step_s" in last
     return PeerResult(
+        step_s=last["step_s"] if done else None,
         gpu_bytes=int(last.get("gpu_bytes", 0)),
         host_bytes=ended.host_bytes,
         versions=str(last.get("versions", "")),
-        error=_reason(ended, last, name, timeout_s),
+        error="" if done else _reason(ended, last, name, timeout_s),
+        driver_bytes=int(last.get("driver_bytes", 0)),
     )
+
+
+def row_values(peer: Peer, recipe: Recipe, result: PeerResult) -> dict[str, Any]:
+    """What a peer's row says that one of ours on the same recipe would not."""
+    return {
+        "mode": peer.mode,
+        "states": STATES[peer.name],
+        "clip": CLIPS[peer.name] and bool(recipe.max_grad_norm),
+        "recompute": "none" if recipe.recompute == "none" else "full",  # Hugging Face has nothing between
+        "compiled": False,
+        "gpu_bytes": result.gpu_bytes,
+        "host_bytes": result.host_bytes,
+        "driver_bytes": result.driver_bytes,
+        "error": result.error,
+        "setting": peer.setting,
+        "weights": "streamed" if peer.offload_params else "resident",
+        "order": "rows",
+        "inputs": "",
+        **({"versions": result.versions} if result.versions else {}),
+    }
 
 
 def _reason(ended: Exit, last: dict[str, Any], name: str, timeout_s: float) -> str:

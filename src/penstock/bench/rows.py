@@ -80,7 +80,7 @@ class Row:
     reference_tflops: float | None = None
     """By the formula of DeepSpeedExamples' DeepSpeed-SuperOffload, which counts recompute, but no experts."""
     weights: str = "resident"
-    """`resident`, or how many layers stream."""
+    """`resident`, or how many layers stream; of a peer, `streamed` if its parameters lie in host memory."""
     order: str = "rows"
     inputs: str = ""
     """Of layers that are computed again as a whole: kept or parked."""
@@ -166,6 +166,7 @@ def _block(title: str, rows: list[Row]) -> list[str]:
         if row is not None and row.error:
             text = f"{text:<{words}}{' '.join(filter(None, (row.setting, row.error)))}"
         lines.append(text.rstrip()[:WIDTH])
+    lines += [f"  GPU, {_name(row)}: {flow}"[:WIDTH] for row in rows if (flow := _flow(row))]
     lines += [line[:WIDTH] for row in rows if row.system == "penstock" for line in _details(row)]
     if any(is_noise(row) for row in rows):
         lines.append(NOISE[:WIDTH])
@@ -197,15 +198,25 @@ def _cells(row: Row, best: float | None) -> tuple[str, ...]:
         _number(row.model_tflops / row.matrix_tflops if row.model_tflops and row.matrix_tflops else None, ".2f"),
         f"{row.gpu_bytes / 1e9:.1f}",
         f"{row.host_bytes / 1e9:.1f}",
-        row.setting or ", ".join(filter(None, ("compiled" if row.compiled else "", _flow(row)))),
+        row.setting or ("compiled" if row.compiled else ""),
     )
 
 
 def _flow(row: Row) -> str:
-    """What streams, if anything does."""
-    limit = f"{row.gpu_limit_gb:g} GB allowed, {row.driver_bytes / 1e9:.1f} taken" if row.gpu_limit_gb else ""
+    """What streams and what is allowed of the GPU, if anything does or is. A column would be cut."""
+    if row.system == "floor":
+        return ""
     flows = row.weights != "resident" or row.order != "rows"
-    return ", ".join(filter(None, (f"weights {row.weights}, {row.order}, {row.inputs}" if flows else "", limit)))
+    words = (f"weights {row.weights}", row.order, row.inputs) if flows else ()
+    limit = f"{row.gpu_limit_gb:g} GB allowed" if row.gpu_limit_gb else ""
+    taken = f"{row.driver_bytes / 1e9:.1f} taken" if limit and row.driver_bytes else ""
+    return ", ".join(filter(None, (row.setting if flows else "", *words, limit, taken)))
+
+
+def _name(row: Row) -> str:
+    ours = row.system == "penstock"
+    words = ("" if ours else row.system, row.mode, row.schedule, row.states, "clipped" if row.clip else "")
+    return " ".join(filter(None, words))
 
 
 def _number(value: float | None, form: str) -> str:
@@ -214,7 +225,7 @@ def _number(value: float | None, form: str) -> str:
 
 def _details(row: Row) -> Iterable[str]:
     """Memory by place and lanes of one of our rows."""
-    name = " ".join(filter(None, (row.mode, row.schedule, row.states, "clipped" if row.clip else "")))
+    name = _name(row)
     if row.memory is not None:
         parts = {k.replace("_", " "): v for k, v in dataclasses.asdict(row.memory).items() if v is not None}
         yield f"  memory, {name}: " + ", ".join(f"{place} {size / 1e9:.2f} GB" for place, size in parts.items())

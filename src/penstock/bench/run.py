@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock.bench.ceilings import Ceilings, measure_ceilings
-from penstock.bench.peers import CLIPS, STATES, Peer, peers_of, run_peer
+from penstock.bench.peers import Peer, peers_of, row_values, run_peer
 from penstock.bench.rows import Memory, Results, Row, is_noise, table
 from penstock.bench.this_machine import this_machine
 from penstock.bench.timing import median_seconds
@@ -105,7 +105,8 @@ def bench(recipe: Recipe, asked: Asked, *, to: str, say: Say) -> Report:
         found(row)
         case = dataclasses.replace(case, floor_s=row.floor_s)
     _give_back(device)
-    for peer in peers_of(asked.against, asked.peer_modes, asked.peer_ratios):
+    short = streams(recipe) or recipe.gpu_memory != "auto"
+    for peer in peers_of(asked.against, asked.peer_modes, asked.peer_ratios, offload_params=short):
         say(f"running {peer.label}, at most {asked.timeout_s:g} s")
         found(peer_row(case, peer, asked, results.directory))
     say("\n" + table(rows) + f"\nwritten to {results.directory}")
@@ -319,20 +320,11 @@ def _write_timeline(path: Path, about: dict[str, Any], spans: Sequence[Span]) ->
 def peer_row(case: Case, peer: Peer, asked: Asked, directory: Path) -> Row:
     """A peer's step on the same work, or why there is none."""
     log = directory / f"{case.recipe.name} {peer.label}.log".replace(" ", "-")
-    result = run_peer(peer, case.recipe, steps=asked.steps, timeout_s=asked.timeout_s, log=log)
-    return case.row(
-        peer.name,
-        result.step_s,
-        mode=peer.mode,
-        states=STATES[peer.name],
-        clip=CLIPS[peer.name] and bool(case.recipe.max_grad_norm),
-        recompute="none" if case.recipe.recompute == "none" else "full",  # Hugging Face has nothing between
-        gpu_bytes=result.gpu_bytes,
-        host_bytes=result.host_bytes,
-        versions=result.versions or _versions(),
-        error=result.error,
-        setting=peer.setting,
+    others_bytes = driver_bytes(case.device) if case.device.type == "cuda" else 0
+    result = run_peer(
+        peer, case.recipe, steps=asked.steps, timeout_s=asked.timeout_s, log=log, others_bytes=others_bytes
     )
+    return case.row(peer.name, result.step_s, **row_values(peer, case.recipe, result))
 
 
 def _give_back(device: torch.device) -> None:

@@ -96,7 +96,7 @@ class BenchArgs(RecipeArgs):
     timeout: float = 600.0
     """Seconds that one peer may take from start to end."""
     peer_modes: str = "superoffload,zerooffload"
-    """Modes of DeepSpeed."""
+    """Modes of DeepSpeed. With --gpu-memory or streamed weights it has one: parameters and state on the CPU."""
     peer_ratio: str = "0.3"
     """Shares of its state that DeepSpeed offloads, such as 0.3,0.8."""
     timeline: bool = False

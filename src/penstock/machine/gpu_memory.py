@@ -17,10 +17,11 @@ _LIMITS: dict[int, int] = {}
 """By the number of a GPU, what torch may take of it."""
 
 
-def limit_gpu(device: torch.device, size: str) -> None:
+def limit_gpu(device: torch.device, size: str, others_bytes: int = 0) -> None:
     """From here on this process takes no more of the GPU than `size`, context included; `auto`: all of it.
 
-    torch's allocator keeps the promise: what would go beyond is an error there.
+    torch's allocator keeps the promise: what would go beyond is an error there. `others_bytes` is what other programs
+    are known to have taken, such as the context of the one that started this.
     """
     if device.type != "cuda":
         if size != "auto":
@@ -33,7 +34,7 @@ def limit_gpu(device: torch.device, size: str) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0, number)
         return
     free, _ = torch.cuda.mem_get_info(device)
-    context = min(MOST_CONTEXT, total - free - torch.cuda.memory_reserved(device))
+    context = min(MOST_CONTEXT, total - free - torch.cuda.memory_reserved(device) - others_bytes)
     left = wanted - context - LATER_BYTES
     if left <= 0:
         raise RecipeError(
