@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from penstock.bench.peers import Peer
 from penstock.bench.timing import median_seconds
 from penstock.engine.weights import load_to_stream
-from penstock.machine.gpu_memory import driver_bytes, limit_gpu
+from penstock.machine.gpu_memory import limit_gpu, most_driver_bytes
 from penstock.machine.hardware import pick_device
 from penstock.model.load import load_config, load_model
 from penstock.recipe.recipe import Recipe, with_values
@@ -248,7 +248,7 @@ def _plain_step(model: PreTrainedModel, optimizer: Any, recipe: Recipe, *, clip:
 def _memory(others_bytes: int) -> dict[str, int]:
     if not torch.cuda.is_available():
         return {"gpu_bytes": 0, "driver_bytes": 0}
-    taken = driver_bytes(torch.device("cuda")) - others_bytes
+    taken = most_driver_bytes(torch.device("cuda")) - others_bytes
     return {"gpu_bytes": torch.cuda.max_memory_allocated(), "driver_bytes": taken}
 
 

@@ -34,7 +34,7 @@ from penstock.engine.trial import drop_gradient, full_batch
 from penstock.engine.weights import layer_by_layer, load_to_stream, streams
 from penstock.errors import DoesNotFit, RecipeError, UserError
 from penstock.flow.timeline import Span
-from penstock.machine.gpu_memory import driver_bytes, limit_gpu
+from penstock.machine.gpu_memory import driver_bytes, limit_gpu, most_driver_bytes
 from penstock.machine.hardware import describe, pick_compile, pick_device, pick_dtype
 from penstock.model.flops import flops_per_token, reference_flops_per_token
 from penstock.model.load import load_config, load_model
@@ -192,7 +192,7 @@ class Case:
             "order": recipe.order if recipe.order != "auto" else "layers" if layer_by_layer(recipe) else "rows",
             "inputs": (recipe.inputs if recipe.inputs != "auto" else "kept") if layer_by_layer(recipe) else "",
             "gpu_limit_gb": (parse_size(recipe.gpu_memory) or 0) / 1e9 or None,
-            "driver_bytes": driver_bytes(self.device) if gpu else 0,
+            "driver_bytes": most_driver_bytes(self.device) if gpu else 0,
         }
         values |= more
         reference = self.reference_flops.get(values["recompute"])
@@ -329,6 +329,7 @@ def peer_row(case: Case, peer: Peer, asked: Asked, directory: Path) -> Row:
 
 def _give_back(device: torch.device) -> None:
     """Whoever is measured next finds the device as empty as it can be, and a peak that starts from here."""
+    gc.unfreeze()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

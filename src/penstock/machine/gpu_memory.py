@@ -61,5 +61,11 @@ def driver_bytes(device: torch.device) -> int:
     return total - free
 
 
+def most_driver_bytes(device: torch.device) -> int:
+    """The same when torch's allocator had most, since its peaks were last reset."""
+    given_back = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+    return driver_bytes(device) + given_back
+
+
 def _number(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
