@@ -45,6 +45,8 @@ class _Pass:
     """The first layer's input, with its graph."""
     hidden: Tensor
     """In forward what the last layer gave, in backward the gradient of that."""
+    looked_up: list[tuple[Tensor, Tensor]]
+    """Tokens and their embeddings, whose gradients wait for those of the other micro-batches."""
 
 
 class LayerByLayer:
@@ -58,6 +60,7 @@ class LayerByLayer:
         self._list = _list_of(packed.decoder.backbone, self._layers)
         # Of a tied weight the head's gradient comes first and the embedding's last.
         self._tied = bool(packed.decoder.tied)
+        self._embedding = embedding_of(packed.decoder.backbone)
 
     def run(
         self,
@@ -112,7 +115,20 @@ class LayerByLayer:
             if one.embedded.requires_grad:
                 with self._final(held, last and place == len(passes) - 1):
                     one.embedded.backward(one.hidden)
+        with self._final(held, last):
+            self._embedding_backward([pair for one in passes for pair in one.looked_up])
         return total
+
+    def _embedding_backward(self, looked_up: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Of all micro-batches at once: one gradient of the whole table, instead of one each and their sum in fp32."""
+        if not looked_up:
+            return
+        assert self._embedding is not None, "it has looked them up"
+        ids = torch.cat([ids.flatten() for ids, _ in looked_up])
+        gradients = [found.grad for _, found in looked_up if found.grad is not None]
+        assert len(gradients) == len(looked_up), "the first layer is given all of them"
+        with torch.enable_grad():
+            self._embedding(ids).backward(torch.cat([gradient.flatten(0, -2) for gradient in gradients]))
 
     def _final(self, held: Held, yes: bool) -> AbstractContextManager[None]:
         return nullcontext() if yes else held()
@@ -123,6 +139,7 @@ class LayerByLayer:
     def _begin(self, batch: MicroBatch) -> _Pass:
         """Run the model up to its last layer, with layers that give back what they get, and note their calls."""
         rows, calls, inputs = self._packed.rows(batch), list[_Call](), list[Tensor]()
+        looked_up: list[tuple[Tensor, Tensor]] = []
 
         def listen(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not calls:
@@ -132,11 +149,35 @@ class LayerByLayer:
                 raise _Enough
             return hidden
 
-        with self._listening(listen), suppress(_Enough):
+        with self._listening(listen), self._looking_up(looked_up), suppress(_Enough):
             self._packed.hidden_states(rows)
         (embedded,) = inputs
         self._refuse_other_gradients(calls)
-        return _Pass(rows, calls, embedded, embedded.detach())
+        return _Pass(rows, calls, embedded, embedded.detach(), looked_up)
+
+    @contextmanager
+    def _looking_up(self, looked_up: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """What the embedding gives has no graph, and is noted with its tokens."""
+        module = self._embedding
+        if module is None:
+            yield
+            return
+        forward, overridden = module.forward, vars(module).get("forward")
+
+        def look_up(ids: Tensor) -> Tensor:
+            with torch.no_grad():
+                found: Tensor = forward(ids)
+            looked_up.append((ids, found.requires_grad_()))
+            return found
+
+        module.forward = look_up
+        try:
+            yield
+        finally:
+            if overridden is None:
+                del module.forward
+            else:
+                module.forward = overridden
 
     def _refuse_other_gradients(self, calls: list[_Call]) -> None:
         """What goes into a layer beside its input has no backward here: a weight before it would not be trained."""
@@ -236,6 +277,19 @@ def _called(layer: nn.Module, hidden: Tensor, call: _Call) -> Tensor:
             remedy="Use --weights resident and --order rows.",
         )
     return result
+
+
+def embedding_of(backbone: nn.Module) -> nn.Module | None:
+    """The embedding, if the gradients of all its tokens can be made at once without rounding more often.
+
+    torch adds them up in fp32 on a GPU, in their own type on a CPU. None also if it is not trained.
+    """
+    find = getattr(backbone, "get_input_embeddings", None)
+    module = find() if find is not None else None
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.requires_grad:
+        return None
+    return module if weight.is_cuda or weight.dtype is torch.float32 else None
 
 
 def _list_of(backbone: nn.Module, layers: Sequence[nn.Module]) -> nn.ModuleList:

@@ -137,10 +137,9 @@ def _try_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer) ->
             layerwise.timeline.start()
             taken = peaks.of(functools.partial(layerwise.run, trial, 1, nullcontext))
             spans = layerwise.timeline.stop()
-    around = [p for p in parameters if not is_streamed(p)]
-    kept = taken + sum(p.nbytes for p in around)
+    kept = taken + sum(p.nbytes for p in parameters if not is_streamed(p))
     with _told([p for p in parameters if is_streamed(p)], drop_gradient), suppress(torch.OutOfMemoryError):
-        kept = peaks.of(functools.partial(layerwise.run, batches, 1, nullcontext), kept=around)
+        kept = peaks.of(functools.partial(layerwise.run, batches, 1, nullcontext))
     packed.model.zero_grad()
     forward, backward = (sum(s.end - s.start for s in spans if s.lane == lane) for lane in ("forward", "backward"))
     return Profile(taken, kept, forward_seconds=forward, backward_seconds=backward, start_seconds=start_seconds)
@@ -149,28 +148,24 @@ def _try_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer) ->
 class _LayerPeaks:
     """The most that a step layer by layer takes, as the optimizer will have it.
 
-    A trial drops gradients. A step adds them up in fp32, those of a layer while it is there and the embedding's at the
-    end, and those of the layers that the host is ahead are on their way down.
+    A trial drops gradients. In a step those of a layer add up in fp32 while it is there, and those of the layers that
+    the host is ahead are on their way down.
     """
 
     def __init__(self, packed: PackedModel, *, several: bool) -> None:
         """`several`: micro-batches go through a layer, so that there are sums."""
         self._device = packed.device
-        layer = max(_trained_bytes(layer) for layer in packed.decoder.layers)
-        self._embedding = _trained_bytes(packed.model.get_input_embeddings())
-        self._sums, self._under_way = (2 if several else 0), (UNIT_SLOTS - 1) * layer
-        self._layer = self._sums * layer
+        layer = max(sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in packed.decoder.layers)
+        self._beside = ((UNIT_SLOTS - 1) + (2 if several else 0)) * layer
         self._before = self._first = 0
 
-    def of(self, run: Callable[..., Tensor], kept: Sequence[Tensor] = ()) -> int:
-        """The peak of a run in which the gradients of `kept` are not dropped."""
+    def of(self, run: Callable[..., Tensor]) -> int:
+        """The peak of a run."""
         torch.cuda.synchronize(self._device)
         self._before, self._first = torch.cuda.memory_allocated(self._device), 0
         torch.cuda.reset_peak_memory_stats(self._device)
         run(done=self._layer_done)
-        beside = sum(p.nbytes for p in kept) or self._embedding
-        end = beside + self._embedding * (self._sums + 1)
-        return max(self._first, self._since_then() + self._layer + self._under_way, end if self._sums else 0)
+        return max(self._first, self._since_then() + self._beside)
 
     def _layer_done(self, layer: nn.Module) -> None:
         if not self._first:  # the head and the last layer
@@ -181,10 +176,6 @@ class _LayerPeaks:
         """With what other streams still use."""
         peak: int = torch.cuda.memory_stats(self._device)["active_bytes.all.peak"]
         return peak - self._before
-
-
-def _trained_bytes(module: nn.Module) -> int:
-    return sum(p.nbytes for p in module.parameters() if p.requires_grad)
 
 
 def _in_thirds(batch: MicroBatch, recipe: Recipe) -> MicroBatch:

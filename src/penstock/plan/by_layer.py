@@ -128,7 +128,7 @@ class LayerStep:
             leaving = fresh if first <= number + 1 < a.layers else 0.0
             now = whole + max(in_flight_bytes(a, work), fresh - whole) + own_sum * self.layer_params + leaving
             yield Moment(self._saved(number + 1, one), others + now, self._kept(max(0, first - 1 - number)))
-        end = others + one + (b + own_sum) * table
+        end = others + one + b * table  # the embedding's gradients of all micro-batches are made at once
         yield Moment(self._saved(0, one), end, self._kept(first))
 
     @property

@@ -15,6 +15,10 @@ from dataclasses import dataclass, field
 STEPS = 200
 """Shares of `host` that are tried. One step of 200 is half a per cent of the parameters."""
 
+CLEARLY = 0.15
+"""Of the cores' time alone, what streaming must save before any state streams whose weight does. In a step inputs and
+weights cross the same memory, which the rates do not know: where they promised a little, llama-8b took 4.06 s a step
+instead of 3.84 (benchmarks/results/2026-11-16-h200/streamed)."""
 PREFETCH_SHARE = 0.88
 """Of the peak of forward and backward, what may be filled when backward ends: the host asks for memory for the first
 layers of the next forward before the device has updated anything and let gradients go."""
@@ -232,6 +236,8 @@ def streamed_share(model: ModelBytes, rates: Rates, hidden_seconds: float) -> fl
         cpu_rate = rates.host_params_per_s if share else max(rates.alone_params_per_s, rates.host_params_per_s)
         cpu_seconds = model.num_params * (1 - share) / cpu_rate
         exposed = max(0.0, link_seconds - hidden_seconds, cpu_seconds - hidden_seconds)
-        if exposed < least - 1e-9:
+        if not share:
+            least = exposed - CLEARLY * cpu_seconds
+        elif exposed < least - 1e-9:
             best, least = share, exposed
     return best
