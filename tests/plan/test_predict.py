@@ -9,7 +9,8 @@ from penstock.machine.known import H200, MACHINES
 from penstock.plan import layout, memory, speed
 from penstock.plan.job import Job, Settings
 from penstock.plan.layout import Buffer
-from penstock.plan.predict import QUEUE, largest_parts, predict
+from penstock.plan.predict import QUEUE, predict
+from penstock.plan.refusal import largest_parts
 from penstock.plan.solve import plans
 from penstock.recipe.presets import ARCHITECTURES, PRESETS, Architecture
 

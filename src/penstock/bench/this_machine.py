@@ -108,11 +108,12 @@ def measure() -> Machine:
     dtype = torch.float32 if pick_dtype("auto", device) == "fp32" else torch.bfloat16
     ceilings = measure_ceilings(device, dtype)
     gpu = device.type == "cuda"
-    link, updates = 0.0, ceilings.cpu_adamw_params_per_s  # without a GPU there is no link, and nothing runs beside it
+    link, updates, masters = 0.0, ceilings.cpu_adamw_params_per_s, 0.0  # without a GPU there is no link
     if gpu:
         near = near_cores(device)
         rates = measure_rates(device, adam_cores(near))
         link, updates = rates.link_bytes_per_s, rates.host_params_per_s
+        masters = measure_rates(device, adam_cores(near), masters_first=True).alone_params_per_s
     return Machine(
         name="this machine",
         gpu_bytes=int(torch.cuda.get_device_properties(device).total_memory) if gpu else 0,
@@ -122,6 +123,7 @@ def measure() -> Machine:
         device_memory_bytes_per_s=ceilings.device_memory_bytes_per_s or ceilings.host_memory_bytes_per_s,
         link_bytes_per_s=link or 1.0,
         host_params_per_s=updates,
+        masters_per_s=masters,
         measured=True,
         sources=(f"measured here: {describe(device)}", *ceilings.lines()),
     )

@@ -23,8 +23,11 @@ LINK_SHARE = 36e9 / 64e9
 beside CPU AdamW (RESULTS/rates.jsonl)."""
 PARAMS_PER_CORE = 3.5e9 / 14
 """CPU AdamW a core and second while the link is busy: 3.5 G/s by 14 of 16 cores (RESULTS/rates.jsonl)."""
-HOST_TRAFFIC = 26
-"""Bytes of host memory that one CPU update reads and writes: state both ways, gradient, weight both ways."""
+MASTERS_PER_CORE = 7.6e9 / 14
+"""The same of masters alone, in a step whose weights stream (benchmarks/results/2026-11-16-h200/streamed)."""
+HOST_TRAFFIC, MASTER_TRAFFIC = 26, 18
+"""Bytes of host memory that one CPU update reads and writes: state both ways, gradient, weight both ways. Of a master
+alone: moments one way."""
 HOST_MEMORY_SHARE = 0.6
 """Of the host memory's bandwidth, what is left for updates beside the link's traffic (an assumption)."""
 
@@ -46,6 +49,8 @@ class Machine:
     """Each way, while both ways and the CPU are busy."""
     host_params_per_s: float
     """CPU AdamW by the usual share of the cores, while the link is busy."""
+    masters_per_s: float = 0.0
+    """Masters that the same cores update while weights come and no state streams; 0: as many as parameters."""
     peer_bytes_per_s: float = 25e9
     """Between GPUs, each way."""
     gpus_per_host: int = 0
@@ -95,7 +100,7 @@ def _machine(
     gpus_per_host: int = 0,
     unified: bool = False,
 ) -> Machine:
-    memory = peak.host_memory_gb_per_s * 1e9 * HOST_MEMORY_SHARE / HOST_TRAFFIC
+    memory = peak.host_memory_gb_per_s * 1e9 * HOST_MEMORY_SHARE
     return Machine(
         name,
         gpu_bytes=gpu_mib * 2**20,
@@ -104,7 +109,8 @@ def _machine(
         matrix_flops_per_s=peak.matrix_tflops * 1e12 * MATRIX_SHARE,
         device_memory_bytes_per_s=peak.memory_gb_per_s * 1e9 * MEMORY_SHARE,
         link_bytes_per_s=peak.link_gb_per_s * 1e9 * LINK_SHARE,
-        host_params_per_s=min(0.9 * cores * PARAMS_PER_CORE, memory),
+        host_params_per_s=min(0.9 * cores * PARAMS_PER_CORE, memory / HOST_TRAFFIC),
+        masters_per_s=min(0.9 * cores * MASTERS_PER_CORE, memory / MASTER_TRAFFIC),
         peer_bytes_per_s=peak.peer_gb_per_s * 1e9 * 0.8,
         gpus_per_host=gpus_per_host,
         unified=unified,
@@ -126,6 +132,7 @@ H200 = Machine(
     device_memory_bytes_per_s=4.18e12,
     link_bytes_per_s=36e9,
     host_params_per_s=3.5e9,
+    masters_per_s=7.6e9,
     peer_bytes_per_s=450e9 * 0.8,
     measured=True,
     sources=(

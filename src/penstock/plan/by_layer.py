@@ -211,7 +211,7 @@ class LayerTraffic:
     def _exposed(self, rates: Rates) -> Callable[[float, float, float, float], float]:
         """The same as a function of resident parameters in `stream` and `host`, and of streamed ones."""
         forward, backward, manner = self.forward, self.backward, self.step.manner
-        b, s, link, cpu = self._b, self.state_bytes, rates.link_bytes_per_s, rates.host_params_per_s
+        b, s, link = self._b, self.state_bytes, rates.link_bytes_per_s
         own = forward.exposed(rates) + backward.exposed(rates)
         plain, streamed = (self.step.passes - 1) * own, b * self.step.streamed_params
         comes = 0 if manner.in_backward else b  # a gradient that is not updated where it was made
@@ -219,7 +219,8 @@ class LayerTraffic:
         def exposed(stream: float, host: float, with_weights: float, in_place: float) -> float:
             incoming = s * stream + b * host + (s + b + comes) * with_weights
             outgoing = s * stream + (s + b) * with_weights
-            down, updates = streamed + b * host - (b - comes) * with_weights, (host + in_place) / cpu
+            down = streamed + b * host - (b - comes) * with_weights
+            updates = (host + in_place) / self._cpu_rate(rates, stream + with_weights)
             if not manner.overlap:  # the baseline: updates follow backward
                 return plain + own + (incoming + outgoing + down) / link + updates
             phase, other = (backward, forward) if manner.in_backward else (forward, backward)
@@ -231,6 +232,15 @@ class LayerTraffic:
             return plain + max(0.0, late - phase.seconds) + max(0.0, last - other.seconds)
 
         return exposed
+
+    def cpu_seconds(self, homes: Homes, rates: Rates) -> float:
+        """Of the cores, for what forward or backward waits for."""
+        return homes.all.host / self._cpu_rate(rates, homes.all.stream)
+
+    def _cpu_rate(self, rates: Rates, streaming: float) -> float:
+        """Of masters where moments may come later and no state passes through the same memory."""
+        alone = self.step.manner.masters_first and not streaming
+        return max(rates.host_params_per_s, rates.alone_params_per_s) if alone else rates.host_params_per_s
 
     def crossings(self, homes: Homes) -> tuple[Crossing, ...]:
         """All of a step, by what it is."""

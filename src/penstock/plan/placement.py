@@ -55,9 +55,9 @@ def prefetch_room(need: Requirements, bytes_after: Sequence[float], host: float)
 
 def deal_within(need: Requirements, room: Room, rates: Rates, chunks: Sequence[Sequence[Chunk]]) -> Dealt | None:
     """The best split, dealt, with as much less room as it takes until what was dealt fits; None if nothing does."""
-    over = min(DEFAULT_CHUNK, need.num_params) * need.state_bytes  # by which what is dealt may be over its share
-    asked = room.less(over, 2 * over)
-    for _ in range(DEALS):
+    more = min(DEFAULT_CHUNK, need.num_params) * need.state_bytes  # by which what is dealt may be over its share
+    asked = room.less(more, 2 * more)
+    for attempt in range(DEALS):
         split = best_split(need, asked, rates)
         if split is None:
             return None
@@ -68,7 +68,8 @@ def deal_within(need: Requirements, room: Room, rates: Rates, chunks: Sequence[S
         on_host += need.copies * sum(chunk.copy_bytes for chunk in dealt["host"])
         if on_gpu <= room.gpu_bytes and on_host <= room.host_bytes:
             return dealt
-        asked = asked.less(max(0.0, on_gpu - room.gpu_bytes), max(0.0, on_host - room.host_bytes))
+        over = (max(0.0, on_gpu - room.gpu_bytes), max(0.0, on_host - room.host_bytes))
+        asked = asked.less(*(much * 3**attempt for much in over))  # more each time: whole parameters are large
     return None
 
 
@@ -80,7 +81,9 @@ def deal_without_stream(need: Requirements, room: Room, chunks: Sequence[Sequenc
     if left < 0 or (need.num_params - left) * copied > room.host_bytes:
         return None
     on_gpu = max(0.0, min(need.num_params, left) - DEFAULT_CHUNK) / need.num_params  # by which it may be over
-    return deal(chunks, {"gpu": on_gpu, "host": 1 - on_gpu} if on_gpu else {"host": 1.0})
+    dealt = deal(chunks, {"gpu": on_gpu, "host": 1 - on_gpu} if on_gpu else {"host": 1.0})
+    fits = sum(chunk.size for chunk in dealt["gpu"]) <= left  # whole parameters are large
+    return dealt if fits else deal(chunks, {"host": 1.0})
 
 
 def deal(parameters: Sequence[Sequence[Chunk]], shares: Mapping[HomeName, float]) -> Dealt:

@@ -46,7 +46,7 @@ from penstock.plan.memory import (
     peaks,
     sharded_bytes,
 )
-from penstock.plan.placement import Dealt, deal, deal_away
+from penstock.plan.placement import DEALS, Dealt, deal, deal_away
 from penstock.plan.shares import choose_split, chunk_size_of, room_for_layers, split_of_layers
 from penstock.plan.split import Manner, ModelBytes, Profile, Rates, Requirements, Room, Split, requirements
 
@@ -139,19 +139,22 @@ class Plan:
         a, count = self.job.architecture, len(layer_parameters(self.job.architecture))
         return range(1 + (a.layers - self.settings.streamed) * count, 1 + a.layers * count)
 
-    @cached_property
+    @property
     def fits(self) -> bool:
         """Whether what was dealt, rather than what was solved, has room: chunks and parameters are not cut at will."""
-        if not self.has_room:
-            return False
+        return self.has_room and max(self.over) <= 0
+
+    @cached_property
+    def over(self) -> tuple[float, float]:
+        """Bytes by which what was dealt is over what GPU and host have; of one memory, both together."""
         outside = ("CUDA context", "process", QUEUE)  # the driver's, the process's, and what the reserve is for
         gpu, host = (
             sum(b.num_bytes for b in self.buffers if b.place == place and b.name not in outside)
             for place in ("gpu", "host")
         )
         if self.machine.one_memory:
-            return gpu + host <= self.gpu_room
-        return gpu <= self.gpu_room and host <= self.host_room
+            return gpu + host - self.gpu_room, 0.0
+        return gpu - self.gpu_room, host - self.host_room
 
     @cached_property
     def buffers(self) -> list[Buffer]:
@@ -321,7 +324,8 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
 
 def _rates(machine: Machine, gpus: int) -> Rates:
     link = machine.link_bytes_per_s if machine.has_gpu else math.inf  # without a GPU there is nothing to cross
-    return Rates(link, machine.host_params_per_s / sharing_a_host(machine, gpus))
+    ranks = sharing_a_host(machine, gpus)
+    return Rates(link, machine.host_params_per_s / ranks, machine.masters_per_s / ranks)
 
 
 def _layer_step(job: Job, settings: Settings) -> LayerStep:
@@ -341,16 +345,26 @@ def gpu_shortage(job: Job, settings: Settings, machine: Machine) -> float:
 
 
 def _predict_by_layer(job: Job, settings: Settings, machine: Machine) -> Plan:
-    """The same where layers are computed one by one."""
-    b, format = job.dtype_bytes, FORMATS[settings.states]
+    """The same where layers are computed one by one, with less room until what is dealt fits, as the engine does."""
     rank = _rank(job, replace(settings, recompute="full"), machine, 1)
-    settings = replace(settings, micro_batch=rank.micro_batch, recompute="full")
+    settings = replace(settings, recompute="full", micro_batch=rank.micro_batch)
+    asked = room_for_layers(job, _layer_step(job, settings), FORMATS[settings.states], rooms(job, machine, 1))
+    first = found = _in_room(job, settings, rank, asked)
+    for attempt in range(DEALS):
+        if found.fits or not found.has_room:
+            break
+        asked = asked.less(*(max(0.0, over) * 3**attempt for over in found.over))
+        found = _in_room(job, settings, rank, asked)
+    return found if found.fits else first
+
+
+def _in_room(job: Job, settings: Settings, rank: _Rank, asked: Room) -> Plan:
+    b, format, machine = job.dtype_bytes, FORMATS[settings.states], rank.machine
     step, state = _layer_step(job, settings), format.bytes_per_element(b)
     traffic, rates, room = LayerTraffic(step, state, rank.step), _rates(machine, 1), rooms(job, machine, 1)
     need = step.requirements(state, traffic.forward.seconds)
-    homes = split_of_layers(job, machine, traffic, need, room_for_layers(job, step, format, room), rates)
-    has_room = homes is not None
-    homes = homes or Homes(Split(0, 0, step.resident_params, 0.0), Split(0, 0, step.streamed_params, 0.0))
+    found = split_of_layers(job, machine, traffic, need, asked, rates)
+    homes = found or Homes(Split(0, 0, step.resident_params, 0.0), Split(0, 0, step.streamed_params, 0.0))
     peak = need.peak_bytes(homes.resident.host)
     kept = step.sums or (0.0 if job.in_backward else b * step.resident_params)
     gradients = max(0.0, kept - need.sent_bytes(homes.resident.host))
@@ -358,8 +372,8 @@ def _predict_by_layer(job: Job, settings: Settings, machine: Machine) -> Plan:
     crossings = traffic.crossings(homes)
     link = max(sum(c.in_bytes for c in crossings), sum(c.out_bytes for c in crossings)) / rates.link_bytes_per_s
     return Plan(
-        job, settings, machine, 1, homes.all, has_room,
-        replace(_seconds(job, rank, homes.all, rates, format, 1), link=link),
+        job, settings, machine, 1, homes.all, found is not None,
+        replace(_seconds(job, rank, homes.all, rates, format, 1), link=link, cpu=traffic.cpu_seconds(homes, rates)),
         activation_bytes=need.activation_bytes - step.sums, gradient_bytes=min(gradients, peak - inputs),
         peak_step_bytes=peak, gpu_room=room.gpu_bytes, host_room=room.host_bytes, crossings=crossings,
         streamed_split=homes.streamed if settings.streamed else None, input_bytes=inputs,
@@ -383,8 +397,3 @@ def _seconds(job: Job, rank: _Rank, split: Split, rates: Rates, format: StateFor
         cpu=split.host / rates.host_params_per_s,
         update=update, exchange=exchange,
     )  # fmt: skip
-
-
-def largest_parts(plan: Plan, where: Sequence[str], count: int = 3) -> Sequence[Buffer]:
-    """What takes most in these places."""
-    return sorted((b for b in plan.buffers if b.place in where), key=lambda b: -b.num_bytes)[:count]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from penstock.errors import DoesNotFit
 from penstock.machine.known import MACHINES
-from penstock.plan.predict import Plan, gpu_shortage, largest_parts
+from penstock.plan.layout import Buffer
+from penstock.plan.predict import Plan, gpu_shortage
 from penstock.plan.report import Report
 from penstock.plan.solve import TRADES, cheapest_change, flags_between, solve
 
@@ -87,3 +88,8 @@ def without_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
         if not skip and word.split("=")[0] not in names:
             found.append(word)
     return found
+
+
+def largest_parts(plan: Plan, where: Sequence[str], count: int = 3) -> Sequence[Buffer]:
+    """What takes most in these places."""
+    return sorted((b for b in plan.buffers if b.place in where), key=lambda b: -b.num_bytes)[:count]

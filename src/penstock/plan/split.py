@@ -86,7 +86,7 @@ class Rates:
     host_params_per_s: float
     """CPU AdamW, while the link is busy."""
     alone_params_per_s: float = 0.0
-    """CPU AdamW while nothing else runs; 0: not known."""
+    """The same while no state streams, of masters alone where moments may come later; 0: not known."""
 
 
 @dataclass(frozen=True)
