@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast
 
@@ -46,7 +46,7 @@ from penstock.plan.memory import (
     peaks,
     sharded_bytes,
 )
-from penstock.plan.placement import DEALS, Dealt, deal, deal_away
+from penstock.plan.placement import Dealt, deal, deal_away
 from penstock.plan.shares import choose_split, chunk_size_of, room_for_layers, split_of_layers
 from penstock.plan.split import Manner, ModelBytes, Profile, Rates, Requirements, Room, Split, requirements
 
@@ -81,6 +81,8 @@ class Plan:
     """Of `split`, the layers whose weights stream."""
     input_bytes: float = 0.0
     """Saved inputs that are on the GPU at the peak, where layers are computed one by one."""
+    asked: Room | None = field(default=None, compare=False)
+    """Then also the room that homes were chosen for."""
 
     @property
     def rows(self) -> int:
@@ -344,25 +346,23 @@ def gpu_shortage(job: Job, settings: Settings, machine: Machine) -> float:
     return need.peak_bytes(need.num_params) - room.gpu_bytes
 
 
-def _predict_by_layer(job: Job, settings: Settings, machine: Machine) -> Plan:
-    """The same where layers are computed one by one, with less room until what is dealt fits, as the engine does."""
+def give_way(plan: Plan, attempt: int) -> Plan | None:
+    """The same settings in less room, layer by layer, where what was dealt did not fit: what the engine does too."""
+    if plan.asked is None:
+        return None
+    asked = plan.asked.less(*(max(0.0, over) * 3**attempt for over in plan.over))
+    return _predict_by_layer(plan.job, plan.settings, plan.machine, asked)
+
+
+def _predict_by_layer(job: Job, settings: Settings, machine: Machine, asked: Room | None = None) -> Plan:
+    """The same where layers are computed one by one."""
+    b, format = job.dtype_bytes, FORMATS[settings.states]
     rank = _rank(job, replace(settings, recompute="full"), machine, 1)
-    settings = replace(settings, recompute="full", micro_batch=rank.micro_batch)
-    asked = room_for_layers(job, _layer_step(job, settings), FORMATS[settings.states], rooms(job, machine, 1))
-    first = found = _in_room(job, settings, rank, asked)
-    for attempt in range(DEALS):
-        if found.fits or not found.has_room:
-            break
-        asked = asked.less(*(max(0.0, over) * 3**attempt for over in found.over))
-        found = _in_room(job, settings, rank, asked)
-    return found if found.fits else first
-
-
-def _in_room(job: Job, settings: Settings, rank: _Rank, asked: Room) -> Plan:
-    b, format, machine = job.dtype_bytes, FORMATS[settings.states], rank.machine
+    settings = replace(settings, micro_batch=rank.micro_batch, recompute="full")
     step, state = _layer_step(job, settings), format.bytes_per_element(b)
     traffic, rates, room = LayerTraffic(step, state, rank.step), _rates(machine, 1), rooms(job, machine, 1)
     need = step.requirements(state, traffic.forward.seconds)
+    asked = asked or room_for_layers(job, step, format, room)
     found = split_of_layers(job, machine, traffic, need, asked, rates)
     homes = found or Homes(Split(0, 0, step.resident_params, 0.0), Split(0, 0, step.streamed_params, 0.0))
     peak = need.peak_bytes(homes.resident.host)
@@ -376,7 +376,7 @@ def _in_room(job: Job, settings: Settings, rank: _Rank, asked: Room) -> Plan:
         replace(_seconds(job, rank, homes.all, rates, format, 1), link=link, cpu=traffic.cpu_seconds(homes, rates)),
         activation_bytes=need.activation_bytes - step.sums, gradient_bytes=min(gradients, peak - inputs),
         peak_step_bytes=peak, gpu_room=room.gpu_bytes, host_room=room.host_bytes, crossings=crossings,
-        streamed_split=homes.streamed if settings.streamed else None, input_bytes=inputs,
+        streamed_split=homes.streamed if settings.streamed else None, input_bytes=inputs, asked=asked,
     )  # fmt: skip
 
 

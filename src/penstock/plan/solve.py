@@ -8,16 +8,18 @@ they cause. Where none of them fits, layers are computed one by one, and as many
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice, product
 
 from penstock.machine.known import Machine
 from penstock.plan.job import Job, Settings
 from penstock.plan.layout import FORMATS
-from penstock.plan.predict import Plan, gpu_shortage, predict
+from penstock.plan.placement import DEALS
+from penstock.plan.predict import Plan, give_way, gpu_shortage, predict
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,16 @@ def plans(job: Job, machine: Machine, gpus: int, free: Free = EVERYTHING) -> Ite
 
 
 def _in_order(found: Iterable[Plan]) -> Iterator[Plan]:
-    return (plan for plan in sorted((plan for plan in found if plan.has_room), key=_order) if plan.fits)
+    """Those that fit, the best first. What was dealt too much of takes its place again with less."""
+    numbers = itertools.count()
+    left = [(_order(plan), next(numbers), 0, plan) for plan in found if plan.has_room]
+    heapq.heapify(left)
+    while left:
+        _, _, attempt, plan = heapq.heappop(left)
+        if plan.fits:
+            yield plan
+        elif attempt < DEALS and (less := give_way(plan, attempt)) is not None and less.has_room:
+            heapq.heappush(left, (_order(less), next(numbers), attempt + 1, less))
 
 
 def _order(plan: Plan) -> tuple[float, int, float, bool]:
@@ -105,7 +116,7 @@ def _plans_by_layer(job: Job, machine: Machine, free: Free) -> Iterator[Plan]:
     order = "layers" if job.order == "auto" else job.order
     inputs = ("kept", "parked") if job.inputs == "auto" else (job.inputs,)
     counts = [count for count in job.streamed_choices if count or order == "layers"]
-    for tried, saved in product(settings_of(job, replace(free, recompute="full"), 1), inputs):
+    for tried, saved in itertools.product(settings_of(job, replace(free, recompute="full"), 1), inputs):
         every = [replace(tried, streamed=count, order=order, inputs=saved) for count in counts]
         whole = 1 if every[0].streamed == 0 else 0  # without slots, so that it may take less than with the first one
         least = bisect_left(every, True, lo=whole, key=lambda settings: gpu_shortage(job, settings, machine) <= 0)
@@ -164,7 +175,7 @@ def alternatives(base: Plan, count: int = 4) -> list[Alternative]:
         for states in FORMATS:
             count_here = 2 if job is base.job and states == base.settings.states else 1
             others = (p for p in plans(job, base.machine, base.gpus, Free(states=states)) if flags_between(base, p))
-            for plan in islice(others, count_here):
+            for plan in itertools.islice(others, count_here):
                 trades = [] if job is base.job else ["no clipping"]
                 trades += [TRADES[states]] if states != base.settings.states and states in TRADES else []
                 found.append(Alternative(plan, flags_between(base, plan), "; ".join(trades)))
@@ -193,7 +204,7 @@ def cheapest_change(base: Plan, free: Free = EVERYTHING) -> Alternative | None:
     """
     job = replace(base.job, homes=()) if base.job.homes else base.job
     lengths, rows = (base.job.length, *_halves(base.job.length, 512)), base.job.batch_size
-    for length, batch in product(lengths, (rows, *_halves(rows, base.gpus))):
+    for length, batch in itertools.product(lengths, (rows, *_halves(rows, base.gpus))):
         for clip in (True, False) if base.job.clip and base.job.overlap else (base.job.clip,):
             update = base.job.update if clip == base.job.clip else "auto"
             changed = replace(job, clip=clip, update=update, length=length, batch_size=batch)
