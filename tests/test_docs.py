@@ -112,6 +112,21 @@ def test_figures_of_the_benchmarks_page_are_those_of_the_results():
         assert any(held in line for line in results), held
 
 
+def test_figures_of_streamed_weights_are_those_of_the_results():
+    path = ROOT / "benchmarks" / "results" / "2026-11-16-h200" / "streamed" / "more_rows.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    measured = {
+        (f"{row['step_s']:.2f} s", f"{row['step_s'] / row['floor_s']:.3f}", f"{row['tokens_per_s']:,.0f}")
+        for row in rows
+        if row["system"] == "penstock" and row["step_s"]
+    }
+    pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/small-gpus.md"))
+    lines = [line for line in pages.splitlines() if "weights streamed (" in line or re.match(r"\| \d+ \| ", line)]
+    assert len(lines) == 4
+    for line in lines:
+        assert tuple(cell.strip() for cell in line.strip(" |").split("|"))[-3:] in measured, line
+
+
 def test_no_page_knows_the_machine_it_was_written_on():
     pages = [*PAGES, ROOT / "docs" / "notebook.ipynb", ROOT / "mkdocs.yml"]
     for page in pages:
