@@ -13,8 +13,12 @@ import torch
 from small_net import offload
 from torch import nn
 
+from penstock.flow.lanes import Mark, Streams, ToHost
+from penstock.flow.transfers import Link
+from penstock.offload import optimizer as optimizer_module
 from penstock.offload.host import HostHome
 from penstock.offload.stream import StreamHome
+from penstock.plan import layout
 from penstock.plan.split import Profile
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "5"))
@@ -108,7 +112,17 @@ def jitter(monkeypatch):
         monkeypatch.setattr(home, name, late(getattr(home, name)))
 
 
-def test_no_scenario_shows_its_homes(jitter):
+class Apart(Streams):
+    """A CPU whose host and device copy as if they had memories of their own: gradients land, and masters go first."""
+
+    separate_memory = True
+
+    def to_host(self, tensor):
+        return ToHost(tensor.clone(), Mark())
+
+
+def test_no_scenario_shows_its_homes(jitter, monkeypatch):
+    monkeypatch.setattr(layout, "LANDING_BYTES", 0)  # so that landings are used again within a step
     first = random.randrange(10**6)
     end, number = time.monotonic() + SECONDS, 0
     while time.monotonic() < end:
@@ -124,9 +138,15 @@ def test_no_scenario_shows_its_homes(jitter):
         expected = train(seed, dtype, "gpu", None, **options)
         homes, chunk_size = chance.choice(PLACEMENTS), chance.choice([256, 512, 1024])
         room = 1e9 if chance.random() < 0.7 and not in_backward else 0.0
-        found = train(seed, dtype, homes, chunk_size, room, **options)
+        apart = chance.random() < 0.6
+        with monkeypatch.context() as patch:
+            if apart:
+                patch.setattr(optimizer_module, "link_of", lambda device: Link(Apart(device)))
+            found = train(seed, dtype, homes, chunk_size, room, **options)
         same = [name for name in expected if torch.allclose(expected[name], found[name], 0, 0, equal_nan=True)]
         wrong = [name for name in expected if name not in same]
-        assert not wrong, f"seed {seed}, {dtype}, {options}, {homes}, chunks of {chunk_size}, room {room}: {wrong}"
+        assert not wrong, (
+            f"seed {seed}, {dtype}, {options}, {homes}, chunks of {chunk_size}, room {room}, {apart}: {wrong}"
+        )
         number += 1
     assert number > 2

@@ -14,14 +14,16 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console as RichConsole
 
 from penstock.engine import MemoryUse
+from penstock.recipe.presets import PRESETS
 from penstock.report.console import Console
 from penstock.report.metrics import StepRow
-from penstock.report.panel import DOTS, Panel, Sources, braille, peak_flops
+from penstock.report.panel import DOTS, Panel, Sources, braille, peak_flops, streaming_of
 
 GIB = 2**30
 MEMORY = [
@@ -239,3 +241,13 @@ def test_a_dumb_terminal_gets_lines(tmp_path):
     assert code == 0
     assert "\x1b[" not in text
     assert "step 2/2" in text
+
+
+def test_how_weights_move_is_said():
+    recipe = replace(PRESETS["llama-8b"], weights="streamed", inputs="parked", gpu_memory="24GB")
+    said = "weights streamed, order layers, inputs parked, 24GB of the GPU allowed"
+    assert streaming_of(recipe) == said
+    assert streaming_of(PRESETS["llama-8b"]) == ""
+    panel = Panel("llama-8b", 400, replace(sources(), streaming=said))
+    panel.row(StepRow(1, 3.0, 1e-5, 0.7, 16384, 9000, 1.8, False, 9102.2, 455.1), 360.0)
+    assert said in drawn(panel, 100)

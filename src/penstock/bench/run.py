@@ -240,12 +240,13 @@ def our_rows(case: Case, wanted: list[Recipe], steps: int, say: Say) -> Iterator
             ) from None
         say("  weights do not fit the GPU, so that there is no floor with all of them there")
     for variant in wanted:
-        if model is None or streams(variant):
+        if streams(variant):
             model = None
-            _give_back(device)
-            limit_gpu(device, variant.gpu_memory)
-            model = load_to_stream(variant, config, device, say)
         _give_back(device)
+        limit_gpu(device, variant.gpu_memory)
+        if model is None:
+            model = load_to_stream(variant, config, device, say)
+            _give_back(device)
         yield _our_row(dataclasses.replace(case, recipe=variant), model, batches, steps, activations, say)
 
 

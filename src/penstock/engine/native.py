@@ -194,7 +194,15 @@ class NativeEngine:
     def memory(self) -> list[MemoryUse]:
         """Weights, state by home, and the rest: of the GPU's peak, and of what this process holds."""
         weights = sum(local(p).nbytes for p in self.model.parameters())
-        return measure_memory(self.packed.device, weights, self.optimizer.state_bytes())
+        others: list[MemoryUse] = []
+        if self._weights is not None:
+            weights -= sum(p.nbytes for p in self._weights.parameters)
+            beside = "gpu" if self.packed.device.type == "cuda" else "host"
+            others.append(MemoryUse(beside, "slots of weights", self._weights.slot_bytes))
+            others.append(MemoryUse("host", "streamed weights", self._weights.num_bytes))
+        if self._layerwise is not None and isinstance(self._layerwise.inputs, ParkedInputs):
+            others.append(MemoryUse("host", "parked inputs", self._layerwise.inputs.arena.num_bytes))
+        return measure_memory(self.packed.device, weights, self.optimizer.state_bytes(), others=others)
 
     def start_timeline(self) -> None:
         """Begin with everything made."""
@@ -261,12 +269,16 @@ def mean_loss(
 
 
 def measure_memory(
-    device: torch.device, weights: int, state: Mapping[str, int], weights_at: str = "gpu"
+    device: torch.device,
+    weights: int,
+    state: Mapping[str, int],
+    weights_at: str = "gpu",
+    others: Iterable[MemoryUse] = (),
 ) -> list[MemoryUse]:
     """Weights, state by home, and the rest: of the GPU's peak, and of what this process holds."""
     cuda = device.type == "cuda"
     beside = "gpu" if cuda else "host"
-    uses = [MemoryUse(beside if weights_at == "gpu" else "host", "weights", weights)]
+    uses = [MemoryUse(beside if weights_at == "gpu" else "host", "weights", weights), *others]
     names = {} if cuda else {"gpu": "state: beside the weights"}  # there is no GPU that it could be on
     uses += [
         MemoryUse(beside if home == "gpu" else "host", names.get(home, f"state: {home}"), size)

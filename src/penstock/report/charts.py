@@ -23,6 +23,7 @@ HOME_COLOURS = {"gpu": "#3b76c4", "stream": "#2f9e77", "host": "#d97706"}
 MEMORY_COLOURS = {
     "weights": "#64748b", "state: beside the weights": HOME_COLOURS["gpu"],
     **{f"state: {home}": colour for home, colour in HOME_COLOURS.items()},
+    "streamed weights": "#94a3b8", "slots of weights": "#94a3b8", "parked inputs": "#b4508f",
     "gradients, activations": "#7c6bd6", "this process, the rest": "#b8c0c8",
 }  # fmt: skip
 LANES = {

@@ -28,7 +28,8 @@ PAGE = "report.html"
 IMAGES = "report-images"
 IMAGE_WIDTH = 760
 LANES_EXPLAINED = (
-    "In and out carry streamed state, down and up the gradients and weights of host, and cpu are the threads of host."
+    "In and out carry streamed state, down and up the gradients and weights of host, and cpu are the threads of host. "
+    "Weights are those of layers that stream, park the inputs of layers."
 )
 
 

@@ -23,9 +23,11 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.engine import MemoryUse
+from penstock.engine.weights import layer_by_layer
 from penstock.errors import size
 from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.hardware import describe
+from penstock.recipe.recipe import Recipe
 from penstock.report.facts import Recorder
 from penstock.report.metrics import StepRow
 
@@ -35,6 +37,7 @@ NARROW, SHORT = 60, 18
 PART_STYLES = {
     "weights": "grey62", "state: gpu": "blue", "state: stream": "green", "state: host": "yellow",
     "state: beside the weights": "blue",
+    "streamed weights": "grey78", "slots of weights": "grey78", "parked inputs": "cyan",
     "gradients, activations": "magenta", "this process, the rest": "grey50",
 }  # fmt: skip
 PEAK_FLOPS = {
@@ -60,14 +63,28 @@ class Sources:
     """Bytes that each place has."""
     peak_flops: float = 0.0
     """Of one GPU, as the FLOPs of a row are."""
+    streaming: str = ""
+    """How weights and inputs of layers move, if they do."""
 
 
-def sources_of(recorder: Recorder, device: torch.device) -> Sources:
+def sources_of(recorder: Recorder, device: torch.device, recipe: Recipe) -> Sources:
     """What there is to ask in a run."""
     totals = {"host": int(psutil.virtual_memory().total)}
     if device.type == "cuda":
         totals["gpu"] = gpu_room(device)[1]
-    return Sources(recorder.memory, recorder.lanes, totals, peak_flops(describe(device)))
+    return Sources(recorder.memory, recorder.lanes, totals, peak_flops(describe(device)), streaming_of(recipe))
+
+
+def streaming_of(recipe: Recipe) -> str:
+    """How weights and inputs of layers move, and what of the GPU may be taken; nothing where all is resident."""
+    words = []
+    if layer_by_layer(recipe):
+        order = "layers" if recipe.order == "auto" else recipe.order
+        inputs = "kept" if recipe.inputs == "auto" else recipe.inputs
+        words = [f"weights {recipe.weights}", f"order {order}", f"inputs {inputs}"]
+    if recipe.gpu_memory != "auto":
+        words.append(f"{recipe.gpu_memory} of the GPU allowed")
+    return ", ".join(words)
 
 
 class Panel:
@@ -125,6 +142,8 @@ class Panel:
             parts += [Text(), *self._bars(inner)]
             if self._lanes and not narrow:
                 parts.append(self._lane_line())
+            if self._sources.streaming:
+                parts.append(Text(self._sources.streaming, style="dim"))
         if self._doing:
             parts.append(Text(f"{self._doing}: {time.perf_counter() - self._since:.0f} s", style="bold"))
         elif self._saved:

@@ -73,7 +73,7 @@ def train(
             note_ranks(recipe.run_dir, world, describe(run.device))
         records = begin_or_go_on(start, loaded, trackers, console, world)
         with signals() as stop:
-            sources = sources_of(records.recorder, run.device)
+            sources = sources_of(records.recorder, run.device, run.recipe)
             watched = console.training(recipe.name, run.total_steps, sources, records.metrics.rows)
             with watched, memory_advice(recipe, world.size), disk_advice(recipe.run_dir):
                 run_steps(start, loaded, records, stop, console, world)
