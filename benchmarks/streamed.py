@@ -30,8 +30,8 @@ def values(text):
 
 def main(preset, directory, shared, *runs):
     device = pick_device("auto")
-    base = with_values(PRESETS[preset], values(shared), "arguments")
-    base = dataclasses.replace(base, init="random", dtype=pick_dtype(base.dtype, device), recompute="full")
+    base = with_values(dataclasses.replace(PRESETS[preset], init="random"), values(shared), "arguments")
+    base = dataclasses.replace(base, dtype=pick_dtype(base.dtype, device), recompute="full")
     base = dataclasses.replace(base, compile=pick_compile(base, device, 10**9))
     wanted = [with_values(base, values(run), "arguments") for run in runs]
     model = build_on_meta(base, load_config(base), torch.bfloat16, lambda model: model.tie_weights())

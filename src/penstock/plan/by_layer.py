@@ -285,8 +285,10 @@ class LayerTraffic:
         )
 
 
-def split_layers(traffic: LayerTraffic, need: Requirements, room: Room, rates: Rates) -> Homes | None:
-    """The homes with the least exposed time. None if nothing fits.
+def split_layers(
+    traffic: LayerTraffic, need: Requirements, room: Room, rates: Rates, staging: float = 0.0
+) -> Homes | None:
+    """The homes with the least exposed time. None if nothing fits. `staging`: what slots take if any state streams.
 
     By the parameters in `host`, of which those that stream come first; the GPU takes as much of the rest as fits. Of
     equals the one that is nearest to streamed layers in `host` and others elsewhere.
@@ -297,11 +299,16 @@ def split_layers(traffic: LayerTraffic, need: Requirements, room: Room, rates: R
     left = room.gpu_bytes - need.peak_bytes(here)
     if left < 0 or (here + away) * state - left > room.host_bytes:
         return None
-    hosts = {away, *((away + here) * step / STEPS for step in range(STEPS + 1))}
+    # So many are on the GPU where nothing streams: their gradients stay there too.
+    stay = min(here, left / (state + (b if need.gradients_leave else 0)))
+    hosts = {away, away + here - stay, *((away + here) * step / STEPS for step in range(STEPS + 1))}
     for in_host in sorted(hosts, key=lambda host: abs(host - away)):
         in_place = min(away, in_host)
         host, with_weights = in_host - in_place, away - in_place
-        gpu = min(here - host, (room.gpu_bytes - need.peak_bytes(host)) / state)
+        most = (room.gpu_bytes - need.peak_bytes(host)) / state
+        if with_weights or most < here - host - 1:
+            most -= staging / state
+        gpu = min(here - host, most)
         on_host = (here + away - gpu) * state + b * need.copies * host + traffic.landing_bytes
         if gpu < 0 or on_host > room.host_bytes:
             continue

@@ -66,11 +66,16 @@ def room_for_layers(job: Job, step: LayerStep, format: StateFormat, room: Room) 
     parked = step.architecture.layers * step.input_bytes if step.parked else 0.0
     room = room.less(b * params + min(UNIT_SLOTS, step.streamed) * unit, step.streamed * unit + parked)
     homes = dict(job.homes)
-    if job.overlap and (not homes or homes.get("stream")):
-        in_slots = min(STAGING, NUM_SLOTS * params)
-        room = room.less(format.num_bytes(in_slots, b) + (2 * b * in_slots if step.streamed else 0))
+    if job.overlap and homes.get("stream"):
+        room = room.less(staging_bytes(step, format.bytes_per_element(b)))
     over = 0.0 if homes or not job.overlap else min(DEFAULT_CHUNK, params) * format.bytes_per_element(b)
     return room.less(over, 2 * over)
+
+
+def staging_bytes(step: LayerStep, state_bytes: float) -> float:
+    """Slots for state that streams; where weights stream too, for those and their gradients as well."""
+    beside = 2 * step.work.dtype_bytes if step.streamed else 0
+    return min(STAGING, NUM_SLOTS * step.resident_params) * (state_bytes + beside)
 
 
 def split_of_layers(
@@ -85,4 +90,4 @@ def split_of_layers(
         return everything if taken <= room.gpu_bytes + room.host_bytes else None
     if job.homes or not job.overlap:
         return named_layers(traffic, need, room, rates, dict(job.homes) if job.overlap else {"host": 1.0})
-    return split_layers(traffic, need, room, rates)
+    return split_layers(traffic, need, room, rates, staging_bytes(step, need.state_bytes))

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Steps with streamed weights on the GPU machine: OUT=out benchmarks/streamed.sh JOB...
+# Needs what `benchmarks/h200.sh` without a job sets up. Each job has its own time limit; rows go to $OUT/JOB/rows.jsonl.
+#   exact     llama-8b, fp32 state, 24 GB and 12 GB             bf16      llama-8b, bf16 moments, 16 rows, 24 GB
+#   qwen      qwen3-14b, int8, not clipped, 24 GB               experts   gpt-oss-20b and qwen3-30b-a3b, some layers
+#   large     16 of llama-70b's 80 layers, 80 GB                peer      12 layers of llama-8b in 16 GB, beside DeepSpeed
+set -u
+cd "$(dirname "$0")/.."
+: "${OUT:=out}"
+export OUT PATH="$PWD/build/pkgs/bin:$PATH"
+export PYTHONPATH=src:build/pkgs PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True HF_HUB_OFFLINE=1
+mkdir -p "$OUT"
+
+measure() {  # NAME SECONDS RECIPE SHARED SETTINGS...
+  local name=$1 limit=$2
+  shift 2
+  timeout "$limit" python3 benchmarks/streamed.py "$1" "$OUT/$name" "weights=streamed inputs=parked $2" "${@:3}" > "$OUT/$name.log" 2>&1
+  echo "$name: exit $?"
+  grep -E "tokens/s|GPU, |error|Error" "$OUT/$name.log" | tail -n 8 | cut -c1-220
+}
+
+for job in "$@"; do
+  case $job in
+    exact) measure exact 240 llama-8b "batch_size=8 update=after-norm" \
+      "micro_batch_size=2 gpu_memory=24GB" "micro_batch_size=1 gpu_memory=12GB" ;;
+    bf16) measure bf16 220 llama-8b "batch_size=16 update=after-norm states=bf16 gpu_memory=24GB micro_batch_size=4" "order=layers" ;;
+    qwen) measure qwen 300 qwen3-14b "batch_size=8 update=in-backward states=int8 max_grad_norm=0 gpu_memory=24GB micro_batch_size=2" "order=layers" ;;
+    experts)
+      measure gpt-oss 240 gpt-oss-20b "batch_size=4 micro_batch_size=1 update=in-backward states=int8 max_grad_norm=0 gpu_memory=24GB shape=num_hidden_layers=20" "order=layers"
+      measure qwen-moe 240 qwen3-30b-a3b "batch_size=8 micro_batch_size=2 update=in-backward states=int8 max_grad_norm=0 gpu_memory=24GB shape=num_hidden_layers=24" "order=layers" ;;
+    large) measure large 300 llama-70b "batch_size=4 micro_batch_size=1 update=in-backward states=int8 max_grad_norm=0 gpu_memory=80GB shape=num_hidden_layers=16" "order=layers" ;;
+    peer) timeout 580 python3 -m penstock bench llama-8b --name llama-8b-12-layers --shape num_hidden_layers=12 --batch-size 8 \
+      --micro-batch-size 2 --gpu-memory 16GB --weights streamed --updates after-norm --against deepspeed --steps 3 --timeout 330 \
+      --to "$OUT/peer" > "$OUT/peer.log" 2>&1
+      echo "peer: exit $?"; tail -n 14 "$OUT/peer.log" | cut -c1-220 ;;
+    *) echo "no job $job"; exit 2 ;;
+  esac
+done
