@@ -1,13 +1,18 @@
 """What every home promises, one at a time: the bits of the rule, and errors that reach whoever waits."""
 
+import contextlib
 import threading
+import time
 from concurrent.futures import TimeoutError as Late
 
 import pytest
 import torch
+from torch import nn
 
 from penstock.flow.lanes import Mark, Streams, ToHost
 from penstock.flow.transfers import Link
+from penstock.offload import optimizer as optimizer_module
+from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.homes import Coefficients, Surroundings, Update
 from penstock.offload.host import HostHome
 from penstock.offload.resident import ResidentHome
@@ -76,6 +81,67 @@ def test_a_home_makes_the_update_of_the_rule(name, streams):
         found = view_state(chunk, bench.home.state(chunk))
         assert all(torch.equal(found[part], tensor) for part, tensor in wanted.tensors.items())
     bench.home.close()
+
+
+def test_moments_wait_for_the_master_of_the_same_chunk():
+    """A core that is done with a chunk begins the next: with moments that another still needs for the master."""
+    bench = Bench(Apart(CPU), MAKERS["masters first"])
+    begin, updated = bench.home._threads.begin, []
+
+    def slow(rule, weight, gradient, state, row, stage):
+        wait = begin(rule, weight, gradient, state, row, stage)
+        key = gradient.data_ptr()
+        if stage == "moments":
+            assert key in updated
+            return wait
+
+        def late():
+            time.sleep(0.02)
+            wait()
+            updated.append(key)
+
+        return late
+
+    bench.home._threads.begin = slow
+    row = torch.tensor([0.5, 1.0, 0.9, 0.1, 0.999, 0.001, 0.3, 1e-8, 0.99, 1e-3, 0])
+    for number in range(NUM_CHUNKS):
+        bench.update(number, row)
+    bench.home.end_step()
+    bench.home.settle()
+    assert len(updated) == NUM_CHUNKS
+    bench.home.close()
+
+
+def test_a_step_that_breaks_off_leaves_nothing_to_the_next(monkeypatch):
+    """What it had begun comes to its end; the moments of the next step are updated once."""
+    monkeypatch.setattr(optimizer_module, "link_of", lambda device: Link(Apart(device)))
+    found = []
+    for breaks in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
+        optimizer = OffloadAdamW(model, lr=1e-2, homes="host", max_grad_norm=0.5)
+        update_unit, count = OffloadAdamW._update_unit, 0
+
+        def update(*args, update_unit=update_unit, breaks=breaks):
+            nonlocal count
+            count += 1
+            update_unit(*args)
+            if breaks and count == 1:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(OffloadAdamW, "_update_unit", update)
+        for _ in range(2):
+            model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().sum().backward()
+            with contextlib.suppress(KeyboardInterrupt):
+                optimizer.step()
+            optimizer.zero_grad()
+        monkeypatch.setattr(OffloadAdamW, "_update_unit", update_unit)
+        home = next(home for home, _ in optimizer._housing.homes)
+        assert not home._owed
+        found.append(optimizer.state_dict()["state"][0]["exp_avg"].clone())
+        optimizer.close()
+    assert torch.isfinite(found[1]).all()
+    assert float(found[1].norm()) < 1.5 * float(found[0].norm()), "moments of a step count once"
 
 
 @pytest.mark.parametrize("name", ["stream", "host"])

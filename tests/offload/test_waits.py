@@ -302,6 +302,6 @@ def test_any_wait_that_is_left_out_is_a_race(reached, monkeypatch):
 def test_a_gradient_that_is_still_read_must_not_be_overwritten(monkeypatch, clip, how):
     monkeypatch.setitem(SCENARIOS, "read", ({"homes": "host", "clip": clip}, how))
     run(monkeypatch, "read")
-    monkeypatch.setattr(Landings, "used", lambda *_: None)
+    monkeypatch.setattr(Landings, "in_use", lambda *_: None)
     with pytest.raises(Race):
         run(monkeypatch, "read")

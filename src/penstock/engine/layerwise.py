@@ -115,20 +115,20 @@ class LayerByLayer:
             if one.embedded.requires_grad:
                 with self._final(held, last and place == len(passes) - 1):
                     one.embedded.backward(one.hidden)
+            one.hidden = one.embedded = one.hidden.new_empty(0)
         with self._final(held, last):
             self._embedding_backward([pair for one in passes for pair in one.looked_up])
         return total
 
     def _embedding_backward(self, looked_up: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Of all micro-batches at once: one gradient of the whole table, instead of one each and their sum in fp32."""
-        if not looked_up:
+        if not any(found.grad is not None for _, found in looked_up):
             return
         assert self._embedding is not None, "it has looked them up"
-        ids = torch.cat([ids.flatten() for ids, _ in looked_up])
-        gradients = [found.grad for _, found in looked_up if found.grad is not None]
-        assert len(gradients) == len(looked_up), "the first layer is given all of them"
+        pairs = [(ids.flatten(), found.grad.flatten(0, -2)) for ids, found in looked_up if found.grad is not None]
+        ids, gradients = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         with torch.enable_grad():
-            self._embedding(ids).backward(torch.cat([gradient.flatten(0, -2) for gradient in gradients]))
+            self._embedding.forward(ids).backward(gradients)
 
     def _final(self, held: Held, yes: bool) -> AbstractContextManager[None]:
         return nullcontext() if yes else held()
@@ -164,11 +164,12 @@ class LayerByLayer:
             return
         forward, overridden = module.forward, vars(module).get("forward")
 
-        def look_up(ids: Tensor) -> Tensor:
+        def look_up(*args: Tensor, **kwargs: Tensor) -> Tensor:
+            (ids,) = (*args, *kwargs.values())
             with torch.no_grad():
                 found: Tensor = forward(ids)
             looked_up.append((ids, found.requires_grad_()))
-            return found
+            return found.view_as(found)  # some models scale it in place
 
         module.forward = look_up
         try:
@@ -282,7 +283,8 @@ def _called(layer: nn.Module, hidden: Tensor, call: _Call) -> Tensor:
 def embedding_of(backbone: nn.Module) -> nn.Module | None:
     """The embedding, if the gradients of all its tokens can be made at once without rounding more often.
 
-    torch adds them up in fp32 on a GPU, in their own type on a CPU. None also if it is not trained.
+    On a GPU torch adds them up in fp32, but for steps of up to 3,072 tokens, which it adds in their own type as it does
+    on a CPU. None also if it is not trained.
     """
     find = getattr(backbone, "get_input_embeddings", None)
     module = find() if find is not None else None

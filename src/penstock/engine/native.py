@@ -119,7 +119,7 @@ class NativeEngine:
         self._loss = torch.zeros((), device=self.packed.device)
         self._batches: list[MicroBatch] = []  # of a step whose micro-batches go through the layers together
         if self.packed.device.type == "cuda":
-            _leave_to_the_model()
+            _look_for_no_garbage()
 
     def begin(self, lr: float) -> None:
         """Set the learning rate of the step."""
@@ -234,6 +234,7 @@ class NativeEngine:
     def release(self) -> None:
         """Let the last updates finish, then give state back."""
         self.optimizer.close()
+        gc.unfreeze()  # what dies from here on can be found again
         if self._layerwise is not None:
             self._layerwise.inputs.close()
         if self._weights is not None:  # the model answers and is exported, through the same slots
@@ -314,7 +315,7 @@ def out_of_memory(parts: dict[str, int], recipe: Recipe, ranks: int) -> DoesNotF
     )
 
 
-def _leave_to_the_model() -> None:
+def _look_for_no_garbage() -> None:
     """What there is now stays, so that Python need not look through it for garbage in the middle of a step.
 
     It took 0.3 s on an H200's host, once in a few steps. No thread runs meanwhile, and where weights stream the host is

@@ -86,6 +86,9 @@ class Home(Protocol):
     def end_step(self) -> None:
         """All updates of this step have been asked for."""
 
+    def settle(self) -> None:
+        """Return once nothing of the last step is left to do beside the updates that were waited for."""
+
     def state(self, chunk: Chunk) -> Tensor:
         """The chunk's bytes where they lie, to be read or written while no update is under way."""
 

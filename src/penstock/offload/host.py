@@ -65,7 +65,8 @@ class HostHome:
         self._order, self._sender = (self._streams.thread(name) for name in ("penstock-host", "penstock-up"))
         self._idle_since = 0.0
         self._masters_first = masters_first and self._rule.in_stages and self._streams.separate_memory
-        self._owed: list[Update] = []  # whose masters were updated in this step
+        self._owed: list[tuple[Update, Future[None]]] = []  # masters of this step, and when they are updated
+        self._late: list[Future[bool]] = []  # moments of the last one
 
     def sends_down(self, chunk: Chunk) -> bool:
         """Wherever device and host have memories of their own."""
@@ -85,18 +86,29 @@ class HostHome:
         done: Future[Mark] = Future()
         given = self._order.submit(self._begin, update, arrived, "master" if self._masters_first else "whole")
         read = self._sender.submit(self._send_up, update, given, done)
+        if update.chunk in self._landings:
+            self._landings.in_use(update.chunk, read)
         if self._masters_first:
-            self._owed.append(update)
-        elif update.chunk in self._landings:
-            self._landings.used(update.chunk, read)
+            self._owed.append((update, read))
         return done
 
     def end_step(self) -> None:
         """Queue the moments, in the order in which backward brings the next gradients."""
+        self._late.clear()
         while self._owed:
-            update = self._owed.pop()
-            given = self._order.submit(self._begin, update, Mark(), "moments")
-            self._landings.used(update.chunk, self._sender.submit(self._finish, given))
+            update, master = self._owed.pop()
+            given = self._order.submit(self._begin_moments, update, master)
+            self._late.append(self._sender.submit(self._finish, given))
+            self._landings.in_use(update.chunk, self._late[-1])
+
+    def settle(self) -> None:
+        """Wait for moments too; an error there is an error here."""
+        for moments in self._late:
+            moments.result()
+
+    def _begin_moments(self, update: Update, master: Future[None]) -> Given:
+        master.result()  # cores that are done with a chunk begin the next: of the same, they would write what is read
+        return self._begin(update, Mark(), "moments")
 
     @torch.no_grad()
     def _begin(self, update: Update, arrived: Mark, stage: Stage) -> Given:
@@ -136,6 +148,7 @@ class HostHome:
     def state(self, chunk: Chunk) -> Tensor:
         """In the arena, once the threads are done."""
         self._sender.submit(lambda: None).result()
+        self.settle()
         return self._state[chunk]
 
     def weight_was_set(self, chunk: Chunk, weight: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -84,10 +85,19 @@ class Housing:
             for chunk in chunks:
                 home.state(chunk).zero_()
 
-    def end_step(self) -> None:
-        """All updates of this step have been asked for."""
+    @contextmanager
+    def ending_step(self) -> Iterator[None]:
+        """Around the updates of a step; if not all can be asked for, what was asked for comes to its end."""
+        try:
+            yield
+        finally:
+            for home, _ in self.homes:
+                home.end_step()
+
+    def settle(self) -> None:
+        """Return once nothing of the last step is left to do beside the updates that were waited for."""
         for home, _ in self.homes:
-            home.end_step()
+            home.settle()
 
     def states_of(self, index: int) -> Iterator[tuple[Chunk, Tensor]]:
         """The chunks of one parameter, each with its state where it lies."""

@@ -23,8 +23,8 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 @dataclass
 class _Place:
     memory: Tensor
-    used: Future[Any] | None = None
-    """Done once nobody reads what lies there."""
+    read: Future[Any] | None = None
+    """Done once nobody reads what lies there any more."""
 
 
 class Landings:
@@ -54,9 +54,9 @@ class Landings:
             self._at[chunk] = self._ring[0]
             self._ring.rotate(-1)
         place = self._at[chunk]
-        if place.used is not None:
-            place.used.result()  # or the cores would read the gradient of another step, or of another chunk
-            place.used = None
+        if place.read is not None:
+            place.read.result()  # or the cores would read the gradient of another step, or of another chunk
+            place.read = None
         written = self._streams.main_mark()  # backward is still writing it
         memory = self._memory(chunk)
         down = self._link.to_host.copy(memory, gradient, deadline=NOW, after=written, label="down")
@@ -66,9 +66,9 @@ class Landings:
         """The gradient of this step, and when it is there."""
         return self._memory(chunk), self._arrived.pop(chunk, Mark())
 
-    def used(self, chunk: Chunk, until: Future[Any]) -> None:
+    def in_use(self, chunk: Chunk, until: Future[Any]) -> None:
         """What lies there is read until then."""
-        self._at[chunk].used = until
+        self._at[chunk].read = until
 
     def clear(self) -> None:
         """Let go of the arena."""

@@ -93,12 +93,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         check_blocks(self._parameters, self.format)
         self._link = link_of(self._trained.device)
         self._streams = self._link.streams
-        sizes = [local(p).numel() for p in self._parameters]
-        self._norm = Norm(sizes, self._trained.device, group_of(self._parameters[0]))
-        self._changes = Changes(self._norm, self._streams)
-        self._scalars = rule.scalars(self._trained.device)
-        in_backward, overlap = self.update == "in-backward", behaviour.overlap
-        manner = Manner(in_backward, overlap, self._trained.sharded, behaviour.accumulate_dtype)
+        sizes, device = [local(p).numel() for p in self._parameters], self._trained.device
+        self._norm = Norm(sizes, device, group_of(self._parameters[0]))
+        self._changes, self._scalars = Changes(self._norm, self._streams), rule.scalars(device)
+        in_backward, sharded = self.update == "in-backward", self._trained.sharded
+        manner = Manner(in_backward, behaviour.overlap, sharded, behaviour.accumulate_dtype)
         if not isinstance(homes, Placement):
             profile = Profile(micro_batches=behaviour.micro_batches)
             homes = place(self._trained, self.format, homes, profile, manner)
@@ -106,9 +105,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._cores = homes.cores
         self._housing = Housing(self._trained, homes, rule, self._link, manner)
         self._housing.start_from()
-        self._prefetcher: Prefetcher | None = None
-        if homes.prefetch is not None and self._housing.stream:
-            self._prefetcher = Prefetcher(self._housing.stream, self._streams, homes.prefetch)
+        stream, room = self._housing.stream, homes.prefetch
+        self._prefetcher = Prefetcher(stream, self._streams, room) if stream and room is not None else None
         self._fresh = True  # state is zero, masters are the weights
         self._hold_updates = False  # inside accumulate()
         self._step: Step | None = None
@@ -214,10 +212,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             coefficients = self._go_if_finite(step)
             norm, applied = self._norm.total().sqrt(), coefficients[0, GO] != 0
         rows = rows_of(coefficients, self._streams)
-        for unit in self._units:
-            if step.has_update(unit.parameters):
-                self._update_unit(step, unit, rows)
-        self._housing.end_step()
+        with self._housing.ending_step():
+            for unit in self._units:
+                if step.has_update(unit.parameters):
+                    self._update_unit(step, unit, rows)
         self._scalars.advance(self.param_groups, applied)
         self.report = StepReport(norm, applied)
         self._forget_step()
@@ -306,6 +304,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Wait until every update has been made; weights and state may then be read anywhere."""
         for unit in self._units:
             unit.wait(self._streams)
+        self._housing.settle()
         self._streams.synchronize()
         self._changes.refuse()
 

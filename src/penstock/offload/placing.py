@@ -193,7 +193,10 @@ def _choose(
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     on_host = (available_host_bytes() - HOST_RESERVE) // profile.ranks_here
     on_host -= sum(chunk.state_bytes for chunks in away.values() for chunk in chunks)
-    on_host -= landing_bytes([*away["stream"], *away["host"]], ring=manner.in_backward)
+    if manner.in_backward:  # what lands shares a few places, whatever its weights
+        on_host -= landing_bytes([*away["host"], *wholes], ring=True)
+    else:
+        on_host -= landing_bytes([*away["stream"], *away["host"]])
     room = Room(free + cached - gpu_reserve(total), on_host)
     if room.gpu_bytes >= need.kept_bytes + need.num_params * state_bytes:
         return everything

@@ -42,6 +42,9 @@ class ResidentHome:
     def end_step(self) -> None:
         """Nothing is left for later."""
 
+    def settle(self) -> None:
+        """Nothing was left."""
+
     def state(self, chunk: Chunk) -> Tensor:
         """On the device."""
         return self._state[chunk]

@@ -156,6 +156,9 @@ class StreamHome:
     def end_step(self) -> None:
         """Nothing is left for later."""
 
+    def settle(self) -> None:
+        """Nothing was left."""
+
     def state(self, chunk: Chunk) -> Tensor:
         """In the arena, once everything is home. It may be written, so that what was prefetched is void."""
         self._come_home()

@@ -77,13 +77,14 @@ def deal_without_stream(need: Requirements, room: Room, chunks: Sequence[Sequenc
     """All in `host` but what fits on the GPU: where that is small, slots for `stream` are what it lacks."""
     # The gradient of what is on the GPU stays there too.
     left = (room.gpu_bytes - need.peak_bytes(need.num_params)) / (need.state_bytes + need.weight_bytes)
-    copied = need.state_bytes + need.copies * need.weight_bytes
-    if left < 0 or (need.num_params - left) * copied > room.host_bytes:
+    if left < 0:
         return None
-    on_gpu = max(0.0, min(need.num_params, left) - DEFAULT_CHUNK) / need.num_params  # by which it may be over
-    dealt = deal(chunks, {"gpu": on_gpu, "host": 1 - on_gpu} if on_gpu else {"host": 1.0})
-    fits = sum(chunk.size for chunk in dealt["gpu"]) <= left  # whole parameters are large
-    return dealt if fits else deal(chunks, {"host": 1.0})
+    for share in (min(1.0, left / need.num_params), 0.0):  # whole parameters are large, so that all may be one too many
+        dealt = deal(chunks, {"gpu": share, "host": 1 - share} if share else {"host": 1.0})
+        on_host = sum(chunk.state_bytes + need.copies * chunk.copy_bytes for chunk in dealt["host"])
+        if sum(chunk.size for chunk in dealt["gpu"]) <= left and on_host <= room.host_bytes:
+            return dealt
+    return None
 
 
 def deal(parameters: Sequence[Sequence[Chunk]], shares: Mapping[HomeName, float]) -> Dealt:
