@@ -117,6 +117,17 @@ def test_fp32_weights_stream_too():
     assert_same(run(recipe_of(rows=2, dtype="fp32", weights="streamed")), base)
 
 
+@pytest.mark.parametrize("more", ["", ",tie_word_embeddings=true"], ids=["own head", "tied"])
+def test_layers_and_rows_train_the_same_embedding(more):
+    """Its gradient is made of all micro-batches at once in one of them, and adds up one by one in the other."""
+    shape = tiny("llama-8b").shape + more
+    ours, theirs = (run(recipe_of(dtype="fp32", shape=shape, order=order))[1] for order in ("layers", "rows"))
+    names = [name for name in theirs if "embed" in name]
+    assert len(names) >= 3, "the weight and its moments"
+    for name in names:
+        torch.testing.assert_close(ours[name].float(), theirs[name].float(), rtol=1e-4, atol=2e-6)
+
+
 @pytest.mark.slow
 def test_tied_weights():
     tied = {"shape": tiny("llama-8b").shape + ",tie_word_embeddings=true"}

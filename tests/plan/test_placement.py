@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -7,8 +8,17 @@ from hypothesis import strategies as st
 
 from penstock.plan import layout
 from penstock.plan.layout import DEFAULT_CHUNK, FORMATS, Chunk, parameters
-from penstock.plan.placement import LEAD, SMALL, deal, deal_within, joined, prefetch_room
-from penstock.plan.split import PREFETCH_SHARE, Rates, Requirements, Room
+from penstock.plan.placement import (
+    LEAD,
+    SMALL,
+    deal,
+    deal_within,
+    deal_without_stream,
+    joined,
+    masters_pay,
+    prefetch_room,
+)
+from penstock.plan.split import PREFETCH_SHARE, Profile, Rates, Requirements, Room
 from penstock.recipe.presets import ARCHITECTURES, PRESETS
 
 MIX = {"gpu": 0.58, "stream": 0.25, "host": 0.17}
@@ -132,3 +142,29 @@ def test_what_is_dealt_within_a_room_fits_it(preset, gpu_gb):
     assert sum(c.state_bytes for name in ("stream", "host") for c in dealt[name]) + copies <= room.host_bytes
     assert sum(c.size for chunks in dealt.values() for c in chunks) == total
     assert deal_within(need, Room(25e9, 30e9), rates, [[whole] for whole in wholes]) is None
+
+
+def test_masters_come_first_only_where_moments_hide():
+    host = [chunk for chunks in cut([7 * 10**8] * 10, 1 << 24) for chunk in chunks]
+    long = Profile(forward_seconds=0.8, backward_seconds=2.5)
+    short = Profile(forward_seconds=0.02, backward_seconds=0.05)
+    assert masters_pay(host, 7e9, long)
+    assert not masters_pay(host, 7e9, short)
+    assert masters_pay(host, 7e9, replace(short, micro_batches=40)), "moments hide under those that follow"
+    assert masters_pay(host, 7e9, Profile()), "nothing is known of the step"
+
+
+@pytest.mark.parametrize("left", [0.0, 0.3e9, 0.9e9, 1.2e9, 3e9])
+@pytest.mark.parametrize("host_gb", [5, 14, 20, 28])
+def test_what_is_dealt_without_stream_fits_where_it_goes(left, host_gb):
+    chunks = cut([10**9, 10**9], 1 << 24)
+    need = Requirements(2e9, 10.0, 2, 2, 4e9, 8e9, True, 0.1)
+    room = Room(need.peak_bytes(2e9) + left * 12, host_gb * 1e9)
+    dealt = deal_without_stream(need, room, chunks)
+    if dealt is None:
+        assert host_gb < 28, "all of it would have room"
+        return
+    on_gpu, on_host = (sum(chunk.size for chunk in dealt[name]) for name in ("gpu", "host"))
+    assert on_gpu + on_host == 2e9
+    assert on_gpu <= left
+    assert on_host * 14 <= room.host_bytes

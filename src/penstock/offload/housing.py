@@ -39,7 +39,7 @@ class Housing:
                 chunks,
                 around,
                 cores=placement.cores or near,
-                masters_first=manner.masters_first,
+                masters_first=manner.masters_first and placement.masters_first,
                 in_backward=manner.in_backward,
             ),
         }

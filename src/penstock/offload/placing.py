@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -40,9 +41,10 @@ from penstock.plan.placement import (
     deal_away,
     deal_within,
     deal_without_stream,
+    masters_pay,
     prefetch_room,
 )
-from penstock.plan.split import Manner, ModelBytes, Profile, Requirements, Room, requirements, streamed_share
+from penstock.plan.split import Manner, ModelBytes, Profile, Rates, Requirements, Room, requirements, streamed_share
 
 Homes = Literal["auto"] | HomeName | Mapping[HomeName, float]
 UNKNOWN = Profile()
@@ -85,25 +87,30 @@ def place(
     everything, room = trained.whole_chunks(format), None
     away = [whole for whole in everything if whole.parameter in trained.streamed]
     wholes = [whole for whole in everything if whole.parameter not in trained.streamed]
-    dealt = _deal_away(away, homes, trained.device, profile, manner, cores, chunk_size)
+    # Once, when somebody asks: it takes seconds.
+    rates = cache(lambda: measure_rates(trained.device, cores, format, masters_first=manner.masters_first))
+    dealt = _deal_away(away, homes, trained.device, profile, manner, rates, chunk_size)
     if wholes:
         bytes_after = _bytes_after(trained, profile)
         need = _requirements(trained, format, profile, manner, bytes_after)
         if homes == "auto":
             try:
-                here = _choose(need, trained.device, wholes, profile, manner, cores, chunk_size, dealt)
+                here = _choose(need, trained.device, wholes, profile, manner, rates, chunk_size, dealt)
             except DoesNotFit:
                 if not dealt["stream"]:
                     raise
-                dealt = _deal_away(away, "host", trained.device, profile, manner, cores, chunk_size)
-                here = _choose(need, trained.device, wholes, profile, manner, cores, chunk_size, dealt)
+                dealt = _deal_away(away, "host", trained.device, profile, manner, rates, chunk_size)
+                here = _choose(need, trained.device, wholes, profile, manner, rates, chunk_size, dealt)
         else:
             shares = dict(homes) if isinstance(homes, Mapping) else {homes: 1.0}
             here = deal([cut(whole, chunk_size or DEFAULT_CHUNK) for whole in wholes], shares)
         if manner.prefetches and profile.bytes_after and here["stream"]:
             room = prefetch_room(need, bytes_after, _sent(here, wholes))
         dealt = {name: here[name] + dealt[name] for name in dealt}
-    return Placement(dealt, cores, room)
+    masters_first = manner.masters_first
+    if masters_first and rates.cache_info().currsize:
+        masters_first = masters_pay(dealt["host"], rates().alone_params_per_s, profile)
+    return Placement(dealt, cores, room, masters_first)
 
 
 def _deal_away(
@@ -112,7 +119,7 @@ def _deal_away(
     device: torch.device,
     profile: Profile,
     manner: Manner,
-    cores: Sequence[int],
+    rates_of: Callable[[], Rates],
     chunk_size: int | None,
 ) -> Dealt:
     """Chunks whose weights lie in host memory: updated there, a share of them on the device, and none is resident."""
@@ -120,7 +127,7 @@ def _deal_away(
         return {"gpu": [], "stream": [], "host": []}
     share, suitable = 0.0, chunk_size or DEFAULT_CHUNK
     if homes == "auto" and device.type == "cuda":
-        rates = measure_rates(device, cores, wholes[0].format, masters_first=manner.masters_first)
+        rates = rates_of()
         state_bytes = wholes[0].state_bytes / wholes[0].size
         hidden = profile.backward_seconds if manner.in_backward else profile.forward_seconds
         share = streamed_share(
@@ -176,7 +183,7 @@ def _choose(
     wholes: Sequence[Chunk],
     profile: Profile,
     manner: Manner,
-    cores: Sequence[int],
+    rates_of: Callable[[], Rates],
     chunk_size: int | None,
     away: Dealt,
 ) -> Dealt:
@@ -194,13 +201,14 @@ def _choose(
     on_host = (available_host_bytes() - HOST_RESERVE) // profile.ranks_here
     on_host -= sum(chunk.state_bytes for chunks in away.values() for chunk in chunks)
     if manner.in_backward:  # what lands shares a few places, whatever its weights
-        on_host -= landing_bytes([*away["host"], *wholes], ring=True)
+        here = [chunk for whole in wholes for chunk in cut(whole, chunk_size or DEFAULT_CHUNK)]
+        on_host -= landing_bytes([*away["host"], *here], ring=True)
     else:
         on_host -= landing_bytes([*away["stream"], *away["host"]])
     room = Room(free + cached - gpu_reserve(total), on_host)
     if room.gpu_bytes >= need.kept_bytes + need.num_params * state_bytes:
         return everything
-    rates = measure_rates(device, cores, format, masters_first=manner.masters_first)
+    rates = rates_of()
     suitable = chunk_size or chunk_for(rates.link_bytes_per_s, state_bytes)
     cuts = [cut(whole, suitable) for whole in wholes]
     beside = 2 * need.weight_bytes if away["stream"] else 0  # weights and gradients that travel with state

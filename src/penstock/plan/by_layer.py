@@ -20,7 +20,7 @@ from penstock.plan.job import Crossing
 from penstock.plan.layout import LANDING_BYTES, PREFETCHED_INPUTS, UNIT_SLOTS, layer_parameters
 from penstock.plan.memory import Work, in_flight_bytes, loss_bytes, saved_in_layer
 from penstock.plan.speed import Arithmetic
-from penstock.plan.split import STEPS, Manner, Rates, Requirements, Room, Split
+from penstock.plan.split import STEPS, Manner, Rates, Requirements, Room, Split, Traffic
 from penstock.recipe.presets import Architecture
 
 
@@ -128,7 +128,11 @@ class LayerStep:
             leaving = fresh if first <= number + 1 < a.layers else 0.0
             now = whole + max(in_flight_bytes(a, work), fresh - whole) + own_sum * self.layer_params + leaving
             yield Moment(self._saved(number + 1, one), others + now, self._kept(max(0, first - 1 - number)))
-        end = others + one + b * table  # the embedding's gradients of all micro-batches are made at once
+        # The embedding's gradients of all micro-batches are made at once: twice as much as what was looked up, and sums
+        # in fp32 that torch makes of them.
+        tokens = self._pass_rows * work.length
+        sums = 4 * a.hidden * (tokens / 10 + min(tokens, a.vocab))
+        end = others + one + 2 * self.input_bytes + sums + b * table
         yield Moment(self._saved(0, one), end, self._kept(first))
 
     @property
@@ -220,7 +224,7 @@ class LayerTraffic:
             incoming = s * stream + b * host + (s + b + comes) * with_weights
             outgoing = s * stream + (s + b) * with_weights
             down = streamed + b * host - (b - comes) * with_weights
-            updates = (host + in_place) / self._cpu_rate(rates, stream + with_weights)
+            updates, moments = self._cpu_seconds(rates, host + in_place, stream + with_weights)
             if not manner.overlap:  # the baseline: updates follow backward
                 return plain + own + (incoming + outgoing + down) / link + updates
             phase, other = (backward, forward) if manner.in_backward else (forward, backward)
@@ -229,18 +233,25 @@ class LayerTraffic:
                 late = max(late, (phase.out_bytes + outgoing + down) / link)
                 return plain + max(0.0, late - phase.seconds) + other.exposed(rates)
             last = max(other.in_bytes, other.out_bytes + down) / link
-            return plain + max(0.0, late - phase.seconds) + max(0.0, last - other.seconds)
+            shown = max(0.0, late - phase.seconds) + max(0.0, last - other.seconds)
+            return plain + max(shown, updates + moments - self.step.passes * (forward.seconds + backward.seconds))
 
         return exposed
 
     def cpu_seconds(self, homes: Homes, rates: Rates) -> float:
         """Of the cores, for what forward or backward waits for."""
-        return homes.all.host / self._cpu_rate(rates, homes.all.stream)
+        return self._cpu_seconds(rates, homes.all.host, homes.all.stream)[0]
 
-    def _cpu_rate(self, rates: Rates, streaming: float) -> float:
-        """Of masters where moments may come later and no state passes through the same memory."""
-        alone = self.step.manner.masters_first and not streaming
-        return max(rates.host_params_per_s, rates.alone_params_per_s) if alone else rates.host_params_per_s
+    def _cpu_seconds(self, rates: Rates, host: float, streaming: float) -> tuple[float, float]:
+        """Of updates that forward or backward waits for, and of moments that come later, if that is shorter."""
+        if not self.step.manner.masters_first or streaming or not rates.alone_params_per_s:
+            return host / rates.host_params_per_s, 0.0
+        traffic, masters = Traffic.of(self.state_bytes, self._b), host / rates.alone_params_per_s
+        moments, whole = (masters * part / traffic.master for part in (traffic.moments, traffic.whole))
+        arithmetic = self.step.passes * (self.forward.seconds + self.backward.seconds)
+        later = max(arithmetic + max(0.0, masters - self.forward.seconds), masters + moments)
+        pays = later <= arithmetic + max(0.0, whole - self.forward.seconds)
+        return (masters, moments) if pays else (whole, 0.0)
 
     def crossings(self, homes: Homes) -> tuple[Crossing, ...]:
         """All of a step, by what it is."""

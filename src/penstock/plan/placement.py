@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from penstock.plan.layout import DEFAULT_CHUNK, Chunk, HomeName
-from penstock.plan.split import PREFETCH_SHARE, Rates, Requirements, Room, best_split
+from penstock.plan.split import PREFETCH_SHARE, Profile, Rates, Requirements, Room, Traffic, best_split
 
 LEAD = 0.08
 """Share of the model, from its start, that is resident if the GPU's share allows: the embedding and a layer or two."""
@@ -45,6 +45,23 @@ class Placement:
     """Those that update `host`; empty: the usual share of those near the device."""
     prefetch: PrefetchRoom | None = None
     """None: nothing comes before its update."""
+    masters_first: bool = True
+    """In `host`, where updates follow the norm: masters before moments."""
+
+
+def masters_pay(in_host: Sequence[Chunk], masters_per_s: float, profile: Profile) -> bool:
+    """Whether a step is shorter if masters come first and moments later, under backward.
+
+    They hide only as far as that lasts: of short steps, an update as a whole moves less. Unknown: yes.
+    """
+    if not in_host or not profile.forward_seconds or not masters_per_s:
+        return True
+    size = sum(chunk.size for chunk in in_host)
+    traffic = Traffic.of(sum(chunk.state_bytes for chunk in in_host) / size, in_host[0].weight_bytes)
+    masters, forward = size / masters_per_s, profile.forward_seconds
+    arithmetic = profile.micro_batches * (forward + profile.backward_seconds)
+    later = max(arithmetic + max(0.0, masters - forward), masters * (1 + traffic.moments / traffic.master))
+    return later <= arithmetic + max(0.0, masters * traffic.whole / traffic.master - forward)
 
 
 def prefetch_room(need: Requirements, bytes_after: Sequence[float], host: float) -> PrefetchRoom:

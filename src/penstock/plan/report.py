@@ -18,7 +18,7 @@ from penstock.plan.architecture import architecture_of
 from penstock.plan.job import Job, Settings
 from penstock.plan.layout import gpu_reserve
 from penstock.plan.predict import Plan, gpu_shortage, host_reserve, predict, sharing_a_host
-from penstock.plan.solve import Alternative, Free, alternatives, flags_between, may_go_by_layer, solve
+from penstock.plan.solve import Alternative, Free, alternatives, fitting, flags_between, may_go_by_layer, solve
 from penstock.recipe.lists import parse_homes, parse_size
 from penstock.recipe.recipe import Recipe
 
@@ -173,7 +173,7 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
     if (chosen := job_on(recipe, machine)).asks_for_layers:
         streamed = chosen.streamed_choices[0]
         settings = replace(settings, streamed=streamed, order=chosen.order, inputs=chosen.inputs)
-    return predict(job, settings, machine, gpus)
+    return fitting(predict(job, settings, machine, gpus))
 
 
 def make_report(

@@ -85,6 +85,11 @@ def _in_order(found: Iterable[Plan]) -> Iterator[Plan]:
             heapq.heappush(left, (_order(less), next(numbers), attempt + 1, less))
 
 
+def fitting(plan: Plan) -> Plan:
+    """The plan, or the same settings in less room if what was dealt does not fit."""
+    return next(_in_order([plan]), plan)
+
+
 def _order(plan: Plan) -> tuple[float, int, float, bool]:
     """Of equals the one that moves less comes first, and of these the one that recomputes less.
 

@@ -221,6 +221,23 @@ def link_bytes(need: Requirements, stream: float, host: float) -> float:
     return max(streamed, max(0.0, streamed - need.prefetch_bytes(host)) + host * need.weight_bytes)
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of host memory that an update by the CPU reads and writes, a parameter."""
+
+    whole: float
+    master: float
+    moments: float
+
+    @classmethod
+    def of(cls, state_bytes: float, weight_bytes: float) -> Traffic:
+        """State and weight both ways and the gradient; for the master moments one way, for those no weight."""
+        remainder = 2.0 if weight_bytes == 2 else 0.0
+        moments = state_bytes - remainder
+        weights = 2 * (weight_bytes + remainder)
+        return cls(2 * moments + weights + weight_bytes, moments + weights + weight_bytes, 2 * moments + weight_bytes)
+
+
 def streamed_share(model: ModelBytes, rates: Rates, hidden_seconds: float) -> float:
     """Of parameters whose weights lie in host memory, the share whose state streams; the cores update the rest.
 
