@@ -70,7 +70,7 @@ class PeerResult:
     versions: str = ""
     error: str = ""
     driver_bytes: int = 0
-    """Of the GPU after the steps as the driver sees it, without what others had taken before."""
+    """The most of the GPU as the driver sees it, without what others had taken before."""
 
 
 @dataclass(frozen=True)
