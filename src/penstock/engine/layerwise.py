@@ -23,6 +23,7 @@ from penstock.engine.parked import SavedInputs
 from penstock.engine.weights import StreamedWeights
 from penstock.errors import ModelError
 from penstock.flow.timeline import Timeline
+from penstock.model.loss import forward_replaced
 
 Held = Callable[[], AbstractContextManager[None]]
 
@@ -155,14 +156,11 @@ class LayerByLayer:
         self._refuse_other_gradients(calls)
         return _Pass(rows, calls, embedded, embedded.detach(), looked_up)
 
-    @contextmanager
-    def _looking_up(self, looked_up: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """What the embedding gives has no graph, and is noted with its tokens."""
-        module = self._embedding
-        if module is None:
-            yield
-            return
-        forward, overridden = module.forward, vars(module).get("forward")
+    def _looking_up(self, looked_up: list[tuple[Tensor, Tensor]]) -> AbstractContextManager[None]:
+        """What the embedding gives has no graph inside, and is noted with its tokens."""
+        if self._embedding is None:
+            return nullcontext()
+        forward = self._embedding.forward
 
         def look_up(*args: Tensor, **kwargs: Tensor) -> Tensor:
             (ids,) = (*args, *kwargs.values())
@@ -171,14 +169,7 @@ class LayerByLayer:
             looked_up.append((ids, found.requires_grad_()))
             return found.view_as(found)  # some models scale it in place
 
-        module.forward = look_up
-        try:
-            yield
-        finally:
-            if overridden is None:
-                del module.forward
-            else:
-                module.forward = overridden
+        return forward_replaced(self._embedding, look_up)
 
     def _refuse_other_gradients(self, calls: list[_Call]) -> None:
         """What goes into a layer beside its input has no backward here: a weight before it would not be trained."""

@@ -15,7 +15,8 @@ logits, and torch 2.11 does not have it, so that two versions would train differ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -133,16 +134,23 @@ def call_as(module: nn.Module, forward: Callable[..., Tensor], *inputs: Tensor) 
     A hook that waits for the module's update, or that gathers its rows, runs when the module is called; reading the
     weights from outside would pass it by.
     """
+    with forward_replaced(module, forward):
+        result: Tensor = module(*inputs)
+    return result
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
+    """Calls of the module run another function inside; its hooks run as ever."""
     overridden = vars(module).get("forward")
     module.forward = forward
     try:
-        result: Tensor = module(*inputs)
+        yield
     finally:
         if overridden is None:
             del module.forward
         else:
             module.forward = overridden
-    return result
 
 
 class _LossSum(torch.autograd.Function):

@@ -246,12 +246,9 @@ class LayerTraffic:
         """Of updates that forward or backward waits for, and of moments that come later, if that is shorter."""
         if not self.step.manner.masters_first or streaming or not rates.alone_params_per_s:
             return host / rates.host_params_per_s, 0.0
-        traffic, masters = Traffic.of(self.state_bytes, self._b), host / rates.alone_params_per_s
-        moments, whole = (masters * part / traffic.master for part in (traffic.moments, traffic.whole))
         arithmetic = self.step.passes * (self.forward.seconds + self.backward.seconds)
-        later = max(arithmetic + max(0.0, masters - self.forward.seconds), masters + moments)
-        pays = later <= arithmetic + max(0.0, whole - self.forward.seconds)
-        return (masters, moments) if pays else (whole, 0.0)
+        traffic = Traffic.of(self.state_bytes, self._b)
+        return traffic.stages(host / rates.alone_params_per_s, self.forward.seconds, arithmetic)
 
     def crossings(self, homes: Homes) -> tuple[Crossing, ...]:
         """All of a step, by what it is."""

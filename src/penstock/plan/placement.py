@@ -50,18 +50,14 @@ class Placement:
 
 
 def masters_pay(in_host: Sequence[Chunk], masters_per_s: float, profile: Profile) -> bool:
-    """Whether a step is shorter if masters come first and moments later, under backward.
-
-    They hide only as far as that lasts: of short steps, an update as a whole moves less. Unknown: yes.
-    """
+    """Whether a step is shorter if masters come first and moments later. Where nothing is known of it: yes."""
     if not in_host or not profile.forward_seconds or not masters_per_s:
         return True
     size = sum(chunk.size for chunk in in_host)
     traffic = Traffic.of(sum(chunk.state_bytes for chunk in in_host) / size, in_host[0].weight_bytes)
-    masters, forward = size / masters_per_s, profile.forward_seconds
-    arithmetic = profile.micro_batches * (forward + profile.backward_seconds)
-    later = max(arithmetic + max(0.0, masters - forward), masters * (1 + traffic.moments / traffic.master))
-    return later <= arithmetic + max(0.0, masters * traffic.whole / traffic.master - forward)
+    arithmetic = profile.micro_batches * (profile.forward_seconds + profile.backward_seconds)
+    _, moments = traffic.stages(size / masters_per_s, profile.forward_seconds, arithmetic)
+    return moments > 0
 
 
 def prefetch_room(need: Requirements, bytes_after: Sequence[float], host: float) -> PrefetchRoom:

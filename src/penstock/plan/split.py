@@ -237,6 +237,16 @@ class Traffic:
         weights = 2 * (weight_bytes + remainder)
         return cls(2 * moments + weights + weight_bytes, moments + weights + weight_bytes, 2 * moments + weight_bytes)
 
+    def stages(self, masters: float, forward: float, arithmetic: float) -> tuple[float, float]:
+        """Seconds of updates that forward waits for, and of moments that come later under the rest of the step.
+
+        Moments hide only as far as that lasts: of short steps an update as a whole, which moves less, is shorter.
+        """
+        moments, whole = (masters * part / self.master for part in (self.moments, self.whole))
+        later = max(arithmetic + max(0.0, masters - forward), masters + moments)
+        pays = later <= arithmetic + max(0.0, whole - forward)
+        return (masters, moments) if pays else (whole, 0.0)
+
 
 def streamed_share(model: ModelBytes, rates: Rates, hidden_seconds: float) -> float:
     """Of parameters whose weights lie in host memory, the share whose state streams; the cores update the rest.
