@@ -92,3 +92,12 @@ def test_several_gpus_stream_no_weights(change):
     two = dataclasses.replace(ALONE, size=2)
     with pytest.raises(RecipeError, match="not there yet"):
         prepare_run(dataclasses.replace(DEMO, **change), Console(quiet=True), two)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"), [({"weights": "99"}, "weights = 99"), ({"gpu_memory": "24GB"}, "gpu_memory = 24GB")]
+)
+def test_a_dry_run_refuses_what_training_would(tmp_path, changes, where):
+    recipe = dataclasses.replace(PRESETS["demo"], output_dir=str(tmp_path), device="cpu", **changes)
+    with pytest.raises(RecipeError, match=where):
+        dry_run(recipe, Console(quiet=True))

@@ -29,7 +29,9 @@ from penstock.data.loader import Dataset, Position, prepare
 from penstock.engine.deepspeed_config import settled
 from penstock.engine.deepspeed_start import can_save, check_deepspeed
 from penstock.engine.ranks import ALONE, World
+from penstock.engine.weights import num_streamed
 from penstock.errors import RecipeError, UserError, counted
+from penstock.machine.gpu_memory import limit_gpu
 from penstock.machine.hardware import COMPILED_FROM, describe, pick_compile, pick_device, pick_dtype
 from penstock.model.load import load_config, load_tokenizer
 from penstock.model.load_rows import build_on_meta, count_parameters
@@ -166,6 +168,7 @@ def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]
     if run.recipe.engine == "deepspeed":  # as the reference does it
         word = "full" if run.recipe.recompute == "auto" else run.recipe.recompute
         return replace(run, recipe=replace(run.recipe, recompute=word)), None
+    num_streamed(run.recipe, run.config.get_text_config().num_hidden_layers)  # refuses more than there are
     measured = run.device.type == "cuda" and run.num_params >= COMPILED_FROM
     machine = world.share(
         lambda: this_machine(remeasure=False, say=console.say) if measured else unmeasured_machine(run.device)
@@ -224,6 +227,7 @@ def dry_run(
 ) -> Outlook:
     """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
     check_installed(recipe)
+    limit_gpu(pick_device(recipe.device), recipe.gpu_memory)
     check_run_dir(recipe.run_dir, overwrite=overwrite, own=goes_on_in(recipe.run_dir, resume))
     saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
     run = prepare_run(as_begun(recipe, saved), console, resume=bool(resume), begun_compiled=was_compiled(saved))
