@@ -30,6 +30,11 @@ RANKS = Path(__file__).parent / "ranks"
 sys.path[:0] = [str(RANKS), str(Path(__file__).parent / "offload")]
 
 
+def pytest_make_parametrize_id(val):
+    """Bytes are named by their number: an archive holds the second it was made in, and workers must agree on names."""
+    return f"{len(val)}-bytes" if isinstance(val, bytes) else None
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     """Both devices; without a GPU the second is skipped."""
