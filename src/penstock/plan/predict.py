@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import cast
 
 from penstock.machine.known import Machine
@@ -259,11 +259,11 @@ class _Rank:
         return -(-self.rows // self.micro_batch)
 
 
-def _rank(job: Job, settings: Settings, machine: Machine, gpus: int) -> _Rank:
-    a = job.architecture
-    rows = -(-job.batch_size // gpus)
-    micro = min(settings.micro_batch, rows)
-    work = Work(micro, job.length, settings.recompute, job.attention, job.dtype_bytes, job.compiled)
+@lru_cache(256)
+def _rank(job: Job, micro_batch: int, recompute: str, machine: Machine, gpus: int) -> _Rank:
+    a, rows = job.architecture, -(-job.batch_size // gpus)
+    micro = min(micro_batch, rows)
+    work = Work(micro, job.length, recompute, job.attention, job.dtype_bytes, job.compiled)
     sharers = 1 if machine.has_gpu else gpus
     rank = replace(
         machine,
@@ -296,7 +296,7 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
         assert gpus == 1, "layers are computed one by one on one GPU only"
         return _predict_by_layer(job, settings, machine)
     a, b, format = job.architecture, job.dtype_bytes, FORMATS[settings.states]
-    rank = _rank(job, settings, machine, gpus)
+    rank = _rank(job, settings.micro_batch, settings.recompute, machine, gpus)
     need = _requirements(job, rank, format, gpus)
     room = rooms(job, machine, gpus)
     extra = sharded_bytes(a, b) if gpus > 1 else 0.0
@@ -357,7 +357,7 @@ def give_way(plan: Plan, attempt: int) -> Plan | None:
 def _predict_by_layer(job: Job, settings: Settings, machine: Machine, asked: Room | None = None) -> Plan:
     """The same where layers are computed one by one."""
     b, format = job.dtype_bytes, FORMATS[settings.states]
-    rank = _rank(job, replace(settings, recompute="full"), machine, 1)
+    rank = _rank(job, settings.micro_batch, "full", machine, 1)
     settings = replace(settings, micro_batch=rank.micro_batch, recompute="full")
     step, state = _layer_step(job, settings), format.bytes_per_element(b)
     traffic, rates, room = LayerTraffic(step, state, rank.step), _rates(machine, 1), rooms(job, machine, 1)

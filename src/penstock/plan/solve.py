@@ -17,9 +17,9 @@ from functools import cache
 
 from penstock.machine.known import Machine
 from penstock.plan.job import Job, Settings
-from penstock.plan.layout import FORMATS
+from penstock.plan.layout import FORMATS, StateFormat
 from penstock.plan.placement import DEALS
-from penstock.plan.predict import Plan, give_way, gpu_shortage, predict
+from penstock.plan.predict import Plan, give_way, gpu_shortage, predict, rooms
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ def plans(job: Job, machine: Machine, gpus: int, free: Free = EVERYTHING) -> Ite
     Weights stream where nothing else fits, or where the job says so; with several GPUs never.
     """
     for states in (free.states,) if free.states else FORMATS:
+        if not _could_fit(job, machine, gpus, FORMATS[states]):
+            continue
         own = replace(free, states=states)
         tried = [] if job.asks_for_layers else settings_of(job, own, gpus)
         fitting = _in_order(predict(job, settings, machine, gpus) for settings in tried)
@@ -70,6 +72,13 @@ def plans(job: Job, machine: Machine, gpus: int, free: Free = EVERYTHING) -> Ite
             yield from fitting
         elif may_go_by_layer(job, machine, gpus, free):
             yield from _in_order(_plans_by_layer(job, machine, own))
+
+
+def _could_fit(job: Job, machine: Machine, gpus: int, format: StateFormat) -> bool:
+    """Whether a rank's weights and state alone are less than both of its memories: then settings are worth trying."""
+    room, b = rooms(job, machine, gpus), job.dtype_bytes
+    share = job.architecture.num_parameters() / gpus
+    return share * (b + format.bytes_per_element(b)) < max(0.0, room.gpu_bytes) + max(0.0, room.host_bytes)
 
 
 def _in_order(found: Iterable[Plan]) -> Iterator[Plan]:
