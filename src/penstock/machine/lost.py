@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from penstock.errors import RankLost, tell
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 KEY = "penstock/failure"
 LOOK_SECONDS = 2.0
@@ -33,7 +33,8 @@ CONNECTION_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "Connectio
 
 def meeting_store(address: tuple[str, int], seconds: float = 30.0) -> TCPStore:
     """A connection of its own to the store of the ranks, whose other users may be waiting in it."""
-    from torch.distributed import TCPStore  # the launcher imports this module, and nothing heavy until a rank has died
+    # Not above: the launcher imports this module, and nothing heavy until a rank has died.
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(address[0], address[1], is_master=False, timeout=timedelta(seconds=seconds))
 
