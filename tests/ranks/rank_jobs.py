@@ -26,18 +26,21 @@ import penstock.run.train
 from penstock.checkpoint import export_ranks
 from penstock.checkpoint.resume import model_fingerprint
 from penstock.data.loader import Position, prepare
-from penstock.engine.fsdp import load_for_ranks
+from penstock.engine.fsdp import load_for_ranks, shard_over_ranks
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE, SHARE_GPU, bind, find_world, joined
 from penstock.errors import Interrupted, ModelError, RecipeError, UserError
 from penstock.model.attention import use_attention
 from penstock.model.load import load_config, load_model, load_tokenizer
-from penstock.model.load_rows import _read
+from penstock.model.load_rows import _read, build_on_meta
 from penstock.model.source import find_source
 from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.dtensors import all_say, extents, local, local_start
-from penstock.offload.placing import placement_for
+from penstock.offload.placing import host_cuts, placement_for
 from penstock.offload.saved_tensors import state_tensors
+from penstock.offload.trained import find_trained
+from penstock.plan.layout import FORMATS, state_buffers
+from penstock.plan.placement import deal
 from penstock.recipe.presets import PRESETS
 from penstock.report.console import Console
 from penstock.update.host_threads import HostThreads
@@ -392,6 +395,23 @@ def interrupting(directory):
             penstock.run.train.train(recipe, Console(quiet=True), world=world)
         except Interrupted:
             return (Path(directory) / "model" / "config.json").exists()
+
+
+def dealt_without_memory(preset, shares, chunk_size):
+    """Buffers of the state that this rank would hold of a large model, which is built without allocating any of it."""
+    world = find_world()
+    recipe = dataclasses.replace(PRESETS[preset], init="random")
+    with joined(world, DEVICE):
+        mesh = init_device_mesh(DEVICE.type, (world.size,))
+
+        def shard(model):
+            shard_over_ranks(model, mesh, torch.float32)
+
+        model = build_on_meta(recipe, load_config(recipe), torch.bfloat16, shard)
+        trained = find_trained(model, None, None)
+        dealt = deal(host_cuts(trained, trained.whole_chunks(FORMATS["fp32"]), chunk_size), shares)
+        buffers = state_buffers(dealt, on_gpu=True, streamed=(), in_backward=False)
+        return {(buffer.place, buffer.name): buffer.num_bytes for buffer in buffers}
 
 
 def whole_run(directory, preset="llama-8b", resume="", **changes):

@@ -103,7 +103,7 @@ def place(
                 here = _choose(need, trained, wholes, profile, manner, rates, chunk_size, dealt)
         else:
             shares = dict(homes) if isinstance(homes, Mapping) else {homes: 1.0}
-            here = deal(_cuts(trained, wholes, chunk_size or DEFAULT_CHUNK), shares)
+            here = deal(host_cuts(trained, wholes, chunk_size or DEFAULT_CHUNK), shares)
         if manner.prefetches and profile.bytes_after and here["stream"]:
             room = prefetch_room(need, bytes_after, _sent(here, wholes))
         dealt = {name: here[name] + dealt[name] for name in dealt}
@@ -113,7 +113,7 @@ def place(
     return Placement(dealt, cores, room, masters_first)
 
 
-def _cuts(trained: Trained, wholes: Sequence[Chunk], chunk_size: int) -> list[list[Chunk]]:
+def host_cuts(trained: Trained, wholes: Sequence[Chunk], chunk_size: int) -> list[list[Chunk]]:
     """What `host` gets as a whole or not at all, in chunks: parameters, or units whose gradients are in one piece."""
     if not trained.sharded:
         return [cut(whole, chunk_size) for whole in wholes]
@@ -220,7 +220,7 @@ def _choose(
         return everything
     rates = rates_of()
     suitable = chunk_size or chunk_for(rates.link_bytes_per_s, state_bytes)
-    cuts = _cuts(trained, wholes, suitable)
+    cuts = host_cuts(trained, wholes, suitable)
     beside = 2 * need.weight_bytes if away["stream"] else 0  # weights and gradients that travel with state
     dealt = deal_within(need, room.less(STAGING * (state_bytes + beside)), rates, cuts)
     if dealt is None and not away["stream"]:
