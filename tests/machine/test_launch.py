@@ -23,9 +23,23 @@ RUN = [
 ]  # fmt: skip
 
 
+STARTED = []
+
+
 def start(*words, **options):
     command = [sys.executable, "-m", "penstock", *map(str, words)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    STARTED.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options))
+    return STARTED[-1]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """A test that failed leaves no ranks behind: they save and end when their launcher is gone."""
+    yield
+    for process in STARTED:
+        process.kill()
+        process.communicate()
+    STARTED.clear()
 
 
 def rows(run):
