@@ -7,6 +7,7 @@
 set -euo pipefail
 
 python=${1:-python}
+device=${DEVICE:-cpu} # or cuda: both ranks on one GPU, as benchmarks/ranks.sh prepares it
 a=penstock-a-$$ b=penstock-b-$$ port=29511
 work=$(mktemp -d)
 
@@ -38,9 +39,10 @@ start() { # namespace, rank, more flags
   local host=$1 rank=$2
   shift 2
   # gloo takes the interface of the host's name unless it is told one; two namespaces share theirs.
-  PENSTOCK_CACHE=$work/cache-$rank HF_HUB_OFFLINE=1 GLOO_SOCKET_IFNAME=cable \
+  # NCCL would take both for one host, by the same name, and use shared memory.
+  PENSTOCK_CACHE=$work/cache-$rank HF_HUB_OFFLINE=1 GLOO_SOCKET_IFNAME=cable NCCL_SOCKET_IFNAME=cable NCCL_HOSTID=$host \
     exec ip netns exec "$host" "$python" -m penstock train demo --max-steps 4 --batch-size 4 --max-length 128 \
-    --prompt None --device cpu --nodes 2 --node-rank "$rank" --rendezvous "10.77.0.1:$port" "$@"
+    --prompt None --device "$device" --nodes 2 --node-rank "$rank" --rendezvous "10.77.0.1:$port" "$@"
 }
 run() { # both ranks; the codes of both
   codes=""
@@ -53,7 +55,7 @@ run() { # both ranks; the codes of both
 run --output-dir "$work/two"
 [ "$codes" = "0 0" ] || { echo "failed: exit codes $codes"; exit 1; }
 PENSTOCK_CACHE=$work/cache-0 HF_HUB_OFFLINE=1 "$python" -m penstock train demo --max-steps 4 --batch-size 4 \
-  --max-length 128 --prompt None --device cpu --quiet --output-dir "$work/one" >/dev/null
+  --max-length 128 --prompt None --device "$device" --quiet --output-dir "$work/one" >/dev/null
 "$python" - "$work" <<'PY'
 import json, sys
 from pathlib import Path

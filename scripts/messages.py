@@ -34,6 +34,7 @@ TITLES = {
     "DoesNotFit": "Memory or disk too small: exit 3",
     "Diverged": "Training diverged: exit 4",
     "CheckpointError": "Checkpoints and runs: exit 5",
+    "RankLost": "Several ranks: exit 6",
     "Interrupted": "Interrupted: exit 129, 130 or 143",
 }
 CAUGHT = {"error": "REASON", "strerror": "REASON"}

@@ -63,7 +63,8 @@ def ranks(tmp_path_factory, private_cache):
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "CUDA_VISIBLE_DEVICES": "",
+            **({} if os.environ.get("PENSTOCK_SHARE_GPU") == "1" else {"CUDA_VISIBLE_DEVICES": ""}),
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # nor does the driver, once it is begun
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         },
     )
@@ -80,7 +81,7 @@ def ranks(tmp_path_factory, private_cache):
         codes = json.loads(process.stdout.readline())
         logs = "\n".join(path.read_text() for path in sorted(out.glob("*.log")))
         assert codes == [0] * count, f"{codes}\n{logs}"
-        return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(count)]
+        return [torch.load(out / f"{rank}.pt", "cpu", weights_only=False) for rank in range(count)]
 
     yield run
     process.stdin.close()

@@ -70,6 +70,12 @@ class CheckpointError(UserError):
     exit_code = 5
 
 
+class RankLost(UserError):
+    """Another rank of the run failed or died, and this one cannot go on without it."""
+
+    exit_code = 6
+
+
 class Interrupted(UserError):
     """The run was told to stop; what it had was written first."""
 

@@ -1,7 +1,14 @@
 """Ranks on the CPU: two and four of them train what one trains, in every home, schedule and format."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+
+from penstock.machine.known import MACHINES
+from penstock.plan.job import Job
+from penstock.plan.solve import solve
+from penstock.recipe.presets import ARCHITECTURES, PRESETS
 
 HOMES = ["gpu", "stream", "host", "gpu=0.4,stream=0.3,host=0.3"]
 CONFIGS = [
@@ -65,3 +72,17 @@ def test_reduce_dtype_changes_the_sum_of_bf16_gradients(ranks):
     rough, exact = ranks("train", 3, configs=configs, steps=1)[0]
     assert rough["rows"][0][1] != exact["rows"][0][1]
     assert rough["rows"][0][1] == pytest.approx(exact["rows"][0][1], rel=2e-2)
+
+
+@pytest.mark.slow
+def test_what_is_planned_for_four_gpus_is_what_a_rank_deals(ranks):
+    """llama-70b clipped on four 80 GB GPUs with 1 TiB: every buffer of state, without allocating one."""
+    job = Job(ARCHITECTURES[PRESETS["llama-70b"].model], 4, 4096, compiled=True)
+    plan = solve(job, replace(MACHINES["h100"], host_bytes=2**40), 4)
+    assert plan is not None
+    found = ranks("dealt_without_memory", 4, preset="llama-70b", shares=plan.split.shares(), chunk_size=plan.chunk_size)
+    planned = {(buffer.place, buffer.name): buffer.num_bytes for buffer in plan.buffers}
+    for rank in found:
+        assert rank.keys() <= planned.keys()
+        for key, num_bytes in rank.items():
+            assert num_bytes == pytest.approx(planned[key], rel=0.01), key

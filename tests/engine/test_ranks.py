@@ -1,5 +1,7 @@
 """Who a process is, from any starter's environment, and what ranks do for each other."""
 
+import os
+
 import pytest
 import torch
 
@@ -49,6 +51,35 @@ def test_more_ranks_than_gpus_are_refused():
     assert World(1, 2, 1, 2).pick(torch.device("cpu")) == torch.device("cpu")
     with pytest.raises(RecipeError, match="2 ranks on this machine, and torch sees 0 GPUs"):
         World(1, 2, 1, 2).pick(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("version", "told", "said"),
+    [
+        ((2, 30, 7), "1", ""),
+        ((2, 30, 7), "", "here is 2.30.7"),
+        ((2, 28, 9), "1", "here is 2.28.9"),
+        ((), "1", "here is the NCCL that torch brings"),
+    ],
+)
+def test_ranks_share_a_gpu_only_where_nccl_lets_them(monkeypatch, version, told, said):
+    monkeypatch.setattr(ranks_module, "loaded_nccl", lambda: version)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    environment = {"PENSTOCK_SHARE_GPU": "1", "NCCL_MULTI_RANK_GPU_ENABLE": told}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if not said:
+        assert World(1, 2, 1, 2).pick(torch.device("cuda")) == torch.device("cuda", 0)
+        return
+    with pytest.raises(RecipeError, match=said):
+        World(1, 2, 1, 2).pick(torch.device("cuda"))
+    monkeypatch.delenv("PENSTOCK_SHARE_GPU")
+    with pytest.raises(RecipeError, match="2 ranks on this machine, and torch sees 1 GPU"):
+        World(1, 2, 1, 2).pick(torch.device("cuda"))
+
+
+def test_no_nccl_was_preloaded_here():
+    assert ranks_module.loaded_nccl() == () or "LD_PRELOAD" in os.environ
 
 
 def test_ranks_share_agree_and_add_up(ranks):

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,16 +15,31 @@ from penstock.command.cli import main
 from penstock.errors import RecipeError
 from penstock.machine.launch import Machines, launch
 
+DEVICE = "cuda" if os.environ.get("PENSTOCK_SHARE_GPU") == "1" else "cpu"
 TINY = "num_hidden_layers=1,hidden_size=16,intermediate_size=16,num_attention_heads=2,num_key_value_heads=1,head_dim=8"
 RUN = [
     "train", "demo", "--init", "random", "--shape", TINY, "--prompt", "None", "--data-percent", "20", "--dtype", "fp32",
-    "--max-length", "64", "--batch-size", "4", "--device", "cpu",
+    "--max-length", "64", "--batch-size", "4", "--device", DEVICE,
 ]  # fmt: skip
+
+
+STARTED = []
 
 
 def start(*words, **options):
     command = [sys.executable, "-m", "penstock", *map(str, words)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    STARTED.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options))
+    return STARTED[-1]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """A test that failed leaves no ranks behind: they save and end when their launcher is gone."""
+    yield
+    for process in STARTED:
+        process.kill()
+        process.communicate()
+    STARTED.clear()
 
 
 def rows(run):
@@ -152,4 +168,63 @@ def test_a_killed_rank_ends_all_ranks_with_its_error_once(tmp_path):
     assert process.returncode == 128 + signal.SIGKILL
     assert err.count("penstock:") == 1
     assert "rank 1: was killed by SIGKILL" in err
+    assert "with --resume goes on" in err
     assert not any(child.is_running() for child in children)
+
+
+OUT_OF_MEMORY = """
+import os, pathlib, threading, time
+
+def take():
+    while not pathlib.Path(os.environ["NOW"]).exists():
+        time.sleep(0.05)
+    import torch
+    from penstock.engine.native import NativeEngine
+
+    NativeEngine.begin = lambda engine, lr: torch.empty(2**50, device=engine.model.device)
+
+if os.environ.get("RANK") == "1":
+    threading.Thread(target=take, daemon=True).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_runs_out_of_memory_ends_all_with_its_message(tmp_path):
+    """From the moment that the file NOW is there, each step of rank 1 wants more memory than any machine has."""
+    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "NOW": str(tmp_path / "now"), "PYTHONPATH": path}
+    run = tmp_path / "run"
+    words = ["--max-steps", "5000", "--epochs", "5000", "--gpus", "2", "--output-dir", run]
+    process = start(*RUN, *words, env=environment)
+    wait_for_rows(run, 2, process)
+    (tmp_path / "now").touch()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 3, err
+    assert err.count("penstock:") == 1
+    assert "penstock: rank 1: " in err
+    assert "out of memory" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_is_killed_on_one_machine_ends_those_of_the_other(tmp_path, killed):
+    """Two machines, as far as one can be two: a launcher each, which sees its own ranks only."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    run = tmp_path / "run"
+    words = ["--max-steps", "5000", "--epochs", "5000", "--output-dir", run, "--nodes", "2", "--json"]
+    words += ["--rendezvous", f"127.0.0.1:{port}", "--node-rank"]
+    machines = [start(*RUN, *words, n, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}) for n in range(2)]
+    wait_for_rows(run, 2, machines[0])
+    (rank,) = psutil.Process(machines[killed].pid).children()
+    rank.kill()
+    at = time.monotonic()
+    said = [machine.communicate(timeout=60)[1] for machine in machines]
+    assert time.monotonic() - at < 60
+    codes = [machine.returncode for machine in machines]
+    assert (codes[killed], codes[1 - killed]) == (128 + signal.SIGKILL, 6), said
+    lost = "rank 0 is gone" if killed == 0 else "rank 1 was killed by SIGKILL"
+    assert f"penstock: rank {1 - killed}: the run has lost a rank: {lost}" in said[1 - killed]
+    assert "with --resume goes on" in said[1 - killed]

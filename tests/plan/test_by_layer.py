@@ -191,7 +191,7 @@ def test_gpu_memory_as_measured(monkeypatch):
             5095065984.0,
         ),
         ("qwen3-30b-a3b", "gh200", 1, False, ("bf16", 2, "selected"), 127504539648, 185192735744, 2.093323763936954, 0),
-        ("phi-4", "h100", 2, True, ("int8", 1, "none"), 78860716368, 11512329216, 1.356638303865661, 366487680.0),
+        ("phi-4", "h100", 2, True, ("int8", 1, "none"), 78877170576, 11417280512, 1.356638303865661, 366487680.0),
         ("llama-8b", "gb10", 1, True, ("bf16", 1, "full"), 101116329984, 2000000000, 16.14628689294366, 0),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -331,3 +331,16 @@ def test_no_preset_is_too_large_for_a_gpu(preset, machine):
     assert plan is not None
     assert plan.settings.states == "fp32"
     assert plan.job.clip
+
+
+def test_clipped_llama_70b_fits_four_80_gb_gpus():
+    """Gradients of whole units go down, so that none of them waits for the norm on the GPU."""
+    machine = replace(MACHINES["h100"], host_bytes=2**40)
+    plan = solve(Job(LLAMA_70B, 4, 4096, compiled=True), machine, 4)
+    assert plan is not None
+    assert plan.settings.states == "fp32"
+    units = {}
+    for name, chunks in plan.dealt.items():
+        for chunk in chunks:
+            units.setdefault((chunk.parameter + 8) // 9, set()).add(name == "host")
+    assert all(len(found) == 1 for found in units.values()), "a unit is in `host` as a whole"

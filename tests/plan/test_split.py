@@ -123,15 +123,15 @@ def test_gradients_count_as_they_are_kept():
 
 
 @pytest.mark.parametrize(
-    ("manner", "prefetches"),
+    ("manner", "leave", "prefetches"),
     [
-        (AFTER_NORM, True),
-        (Manner(in_backward=True), False),
-        (Manner(in_backward=False, overlap=False), False),
-        (Manner(in_backward=False, sharded=True), False),
+        (AFTER_NORM, True, True),
+        (Manner(in_backward=True), False, False),
+        (Manner(in_backward=False, overlap=False), False, False),
+        (Manner(in_backward=False, sharded=True), True, False),
     ],
 )
-def test_state_comes_and_gradients_leave_during_backward_only_if_updates_follow_it(manner, prefetches):
+def test_state_comes_and_gradients_leave_during_backward_only_if_updates_follow_it(manner, leave, prefetches):
     found = need(manner=manner)
-    assert found.gradients_leave == prefetches
+    assert found.gradients_leave == leave
     assert found.end_bytes == (700 if prefetches else None)

@@ -26,23 +26,27 @@ import penstock.run.train
 from penstock.checkpoint import export_ranks
 from penstock.checkpoint.resume import model_fingerprint
 from penstock.data.loader import Position, prepare
-from penstock.engine.fsdp import load_for_ranks
+from penstock.engine.fsdp import load_for_ranks, shard_over_ranks
 from penstock.engine.native import NativeEngine
-from penstock.engine.ranks import ALONE, bind, find_world, joined
+from penstock.engine.ranks import ALONE, SHARE_GPU, bind, find_world, joined
 from penstock.errors import Interrupted, ModelError, RecipeError, UserError
 from penstock.model.attention import use_attention
 from penstock.model.load import load_config, load_model, load_tokenizer
-from penstock.model.load_rows import _read
+from penstock.model.load_rows import _read, build_on_meta
 from penstock.model.source import find_source
 from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.dtensors import all_say, extents, local, local_start
-from penstock.offload.placing import placement_for
+from penstock.offload.placing import host_cuts, placement_for
 from penstock.offload.saved_tensors import state_tensors
+from penstock.offload.trained import find_trained
+from penstock.plan.layout import FORMATS, state_buffers
+from penstock.plan.placement import deal
 from penstock.recipe.presets import PRESETS
 from penstock.report.console import Console
 from penstock.update.host_threads import HostThreads
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda", 0) if os.environ.get(SHARE_GPU) == "1" else torch.device("cpu")
+"""Of all ranks: the CPU, or a GPU that they share."""
 SHAPES = {
     "llama-8b": "num_attention_heads=4,num_key_value_heads=2",
     # Three experts: of four ranks the last holds none of them.
@@ -68,9 +72,9 @@ def tiny(preset="llama-8b", **changes):
 def load(world, recipe):
     config = load_config(recipe)
     if world.many:
-        own = load_for_ranks(recipe, config, CPU, world.size, silent)
+        own = load_for_ranks(recipe, config, DEVICE, world.size, silent)
         return own.model, own.remainders
-    return load_model(recipe, config, CPU, silent), {}
+    return load_model(recipe, config, DEVICE, silent), {}
 
 
 def whole(tensor):
@@ -83,7 +87,7 @@ _root_pre_forward = FSDPState._root_pre_forward
 def _as_on_a_gpu(state, module, args, kwargs):
     """FSDP2 takes what a model is called with to the device, unless that is the CPU."""
     args, kwargs = _root_pre_forward(state, module, args, kwargs)
-    args, kwargs = _to_kwargs(args, kwargs, CPU, False)
+    args, kwargs = _to_kwargs(args, kwargs, DEVICE, False)
     return args[0], kwargs[0]
 
 
@@ -99,7 +103,7 @@ def train(configs, steps=2, slow=False):
             return fast(*args)
 
         HostThreads.begin = begin
-    with joined(world, CPU), mock.patch.object(FSDPState, "_root_pre_forward", _as_on_a_gpu):
+    with joined(world, DEVICE), mock.patch.object(FSDPState, "_root_pre_forward", _as_on_a_gpu):
         for config in configs:
             recipe = tiny(**config)
             model, remainders = load(world, recipe)
@@ -142,10 +146,10 @@ class Plain(nn.Module):
 def updates(states, home, update="after-norm", shapes=((64, 512), (3, 256), (1024,)), bad_rank=None, steps=4):
     """Updates from given gradients, without any backward: this rank's part of all weights and state."""
     world = find_world()
-    with joined(world, CPU):
-        model = Plain(shapes)
+    with joined(world, DEVICE):
+        model = Plain(shapes).to(DEVICE)
         if world.many:
-            mesh = init_device_mesh("cpu", (world.size,))
+            mesh = init_device_mesh(DEVICE.type, (world.size,))
             for layer in model.layers:
                 fully_shard(layer, mesh=mesh)
         clip = 0.0 if update == "in-backward" else 1e30  # never reached: the scale is exactly one
@@ -158,7 +162,7 @@ def updates(states, home, update="after-norm", shapes=((64, 512), (3, 256), (102
         applied = []
         for step in range(steps):
             for p in model.parameters():
-                gradient = whole_numbers(p.shape, generator).bfloat16()
+                gradient = whole_numbers(p.shape, generator).bfloat16().to(DEVICE)
                 start, own = local_start(p), local(p)
                 part = gradient.view(-1)[start : start + own.numel()].view(own.shape).clone()
                 if bad_rank == world.rank and step == 1 and p.ndim == 1:
@@ -183,10 +187,10 @@ def updates(states, home, update="after-norm", shapes=((64, 512), (3, 256), (102
 
 def sharded_the_older_way():
     """The error for a model under torch's first FSDP."""
-    with joined(find_world(), CPU):
+    with joined(find_world(), DEVICE):
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         try:
-            OffloadAdamW(FullyShardedDataParallel(nn.Linear(8, 8), device_id=CPU))
+            OffloadAdamW(FullyShardedDataParallel(nn.Linear(8, 8), device_id=DEVICE))
         except RecipeError as error:
             return str(error)
         finally:
@@ -196,7 +200,7 @@ def sharded_the_older_way():
 def replicas(**options):
     """Steps of a model under DistributedDataParallel, each rank with its share of the rows: weights and norms."""
     world = find_world()
-    with joined(world, CPU):
+    with joined(world, DEVICE):
         result = _replicas(world, **options)
         gc.collect()  # torch hangs in the end of a model under DDP whose group has ended before it
         return result
@@ -205,7 +209,7 @@ def replicas(**options):
 def _replicas(world, steps=4, dtype="float32", micro_batches=1, views=False, first=True, **options):
     torch.manual_seed(world.rank)  # the ranks begin with other weights, and get those of the first
     model = nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 24), nn.GELU(), nn.Linear(24, 1))
-    model = model.to(getattr(torch, dtype))
+    model = model.to(DEVICE, getattr(torch, dtype))
     wrapped = model
     if world.many and not first:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
@@ -216,7 +220,7 @@ def _replicas(world, steps=4, dtype="float32", micro_batches=1, views=False, fir
     norms = []
     for _ in range(steps):
         for number in range(micro_batches):
-            x = torch.randn(8, 24, generator=generator)[world.rank :: world.size].to(getattr(torch, dtype))
+            x = torch.randn(8, 24, generator=generator)[world.rank :: world.size].to(DEVICE, getattr(torch, dtype))
             with wrapped.no_sync() if world.many and number < micro_batches - 1 else nullcontext():
                 (wrapped(x).float().square().mean() / micro_batches).backward()
         optimizer.step()
@@ -236,7 +240,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and tensor.device.type == "cpu":
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and tensor.device == DEVICE:
                 self.num_bytes = max(self.num_bytes, tensor.untyped_storage().nbytes())
         return out
 
@@ -245,7 +249,7 @@ def loading(directory, dtype):
     """Sizes while a model is loaded, its weights and remainders, and its fingerprint."""
     world = find_world()
     recipe = dataclasses.replace(tiny(dtype=dtype), model=directory, init="pretrained", shape=None)
-    with joined(world, CPU):
+    with joined(world, DEVICE):
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a dispatch mode sees one thread only
         with Largest() as seen:
             model, remainders = load(world, recipe)
@@ -264,7 +268,7 @@ def loading(directory, dtype):
 def drawing(presets):
     """Random weights."""
     world = find_world()
-    with joined(world, CPU):
+    with joined(world, DEVICE):
         models = [load(world, tiny(preset, init="random"))[0] for preset in presets]
         return [{name: whole(p) for name, p in model.named_parameters()} for model in models]
 
@@ -272,7 +276,7 @@ def drawing(presets):
 def agreement():
     """What a world can do for its ranks."""
     world = find_world()
-    with joined(world, CPU):
+    with joined(world, DEVICE):
         before = os.sched_getaffinity(0)
         order = []
         with world.in_turn():
@@ -280,10 +284,10 @@ def agreement():
         return {
             "shared": world.share(lambda: {"from": world.rank}),
             "largest": world.largest(world.rank * 15),
-            "total": float(world.total(torch.tensor(world.rank + 0.5))),
+            "total": float(world.total(torch.tensor(world.rank + 0.5, device=DEVICE))),
             "turn": order[0],
             "before": before,
-            "cores": bind(world, CPU),
+            "cores": bind(world, DEVICE),
             "groups": dist.is_initialized(),
         }
 
@@ -291,12 +295,12 @@ def agreement():
 def cutting(shapes):
     """What FSDP2 gives this rank of parameters, and where we say it lies."""
     world = find_world()
-    with joined(world, CPU):
+    with joined(world, DEVICE):
         model = nn.Module()
         wholes = [torch.arange(float(torch.Size(shape).numel())).view(shape) for shape in shapes]
         for number, tensor in enumerate(wholes):
-            model.register_parameter(f"p{number}", nn.Parameter(tensor.clone()))
-        fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
+            model.register_parameter(f"p{number}", nn.Parameter(tensor.clone().to(DEVICE)))
+        fully_shard(model, mesh=init_device_mesh(DEVICE.type, (world.size,)))
         cuts = []
         for p, tensor in zip(model.parameters(), wholes, strict=True):
             own = local(p).flatten()
@@ -315,13 +319,13 @@ def refused(directory, method, gguf):
     """The error for a model that cannot be read in rows."""
     world = find_world()
     recipe = dataclasses.replace(tiny(), model=directory, init="pretrained", shape=None)
-    with joined(world, CPU):
+    with joined(world, DEVICE):
         config = load_config(recipe)
         if method:
             config.quantization_config = {"quant_method": method}
         source = dataclasses.replace(find_source(directory, None), gguf_file=gguf or None)
         try:
-            _read(recipe, config, source, CPU, lambda model: None, silent)
+            _read(recipe, config, source, DEVICE, lambda model: None, silent)
         except ModelError as error:
             return str(error)
 
@@ -334,7 +338,7 @@ def exporting(directory, preset, model="", modules=""):
     if model:  # one with code of its own
         dynamic_module_utils.HF_MODULES_CACHE = f"{modules}-{world.rank}"
         recipe = dataclasses.replace(tiny(), model=model, init="pretrained", shape=None, trust_remote_code=True)
-    with joined(world, CPU):
+    with joined(world, DEVICE):
         model, _ = load(world, recipe)
         tokenizer = load_tokenizer(recipe)
         use_attention(model, "auto")
@@ -345,10 +349,10 @@ def exporting(directory, preset, model="", modules=""):
 def fingerprint(shapes):
     """Of a model some of whose parameters have fewer rows than there are ranks."""
     world = find_world()
-    with joined(world, CPU):
-        model = Plain(shapes)
+    with joined(world, DEVICE):
+        model = Plain(shapes).to(DEVICE)
         for layer in model.layers if world.many else ():
-            fully_shard(layer, mesh=init_device_mesh("cpu", (world.size,)))
+            fully_shard(layer, mesh=init_device_mesh(DEVICE.type, (world.size,)))
         return model_fingerprint(model, values=True)
 
 
@@ -369,7 +373,7 @@ def interrupting(directory):
     steps = penstock.run.train.run_steps
 
     def load(run, console, world):
-        return load_model(run.recipe, run.config, CPU, silent), {}
+        return load_model(run.recipe, run.config, DEVICE, silent), {}
 
     def start_engine(model, remainders, run, saved, console, world):
         return NativeEngine(model, run.recipe, silent, ALONE), ""
@@ -391,3 +395,32 @@ def interrupting(directory):
             penstock.run.train.train(recipe, Console(quiet=True), world=world)
         except Interrupted:
             return (Path(directory) / "model" / "config.json").exists()
+
+
+def dealt_without_memory(preset, shares, chunk_size):
+    """Buffers of the state that this rank would hold of a large model, which is built without allocating any of it."""
+    world = find_world()
+    recipe = dataclasses.replace(PRESETS[preset], init="random")
+    with joined(world, DEVICE):
+        mesh = init_device_mesh(DEVICE.type, (world.size,))
+
+        def shard(model):
+            shard_over_ranks(model, mesh, torch.float32)
+
+        model = build_on_meta(recipe, load_config(recipe), torch.bfloat16, shard)
+        trained = find_trained(model, None, None)
+        dealt = deal(host_cuts(trained, trained.whole_chunks(FORMATS["fp32"]), chunk_size), shares)
+        buffers = state_buffers(dealt, on_gpu=True, streamed=(), in_backward=False)
+        return {(buffer.place, buffer.name): buffer.num_bytes for buffer in buffers}
+
+
+def whole_run(directory, preset="llama-8b", resume="", **changes):
+    """The summary of a run as `penstock train` makes it, from its data to the exported model."""
+    recipe = tiny(
+        preset,
+        **{"output_dir": directory, "device": DEVICE.type, "max_steps": 6, "epochs": 9, "prompt": None, **changes},
+    )
+    try:
+        return penstock.run.train.train(recipe, Console(quiet=True), world=find_world(), resume=resume)
+    except UserError as error:
+        return type(error).__name__, str(error)

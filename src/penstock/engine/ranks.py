@@ -8,6 +8,7 @@ must agree on without waiting for their GPUs, and checkpoints.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -21,14 +22,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import RecipeError, UserError
+from penstock.errors import RecipeError, UserError, counted
 from penstock.machine.hardware import near_cores, shares_of_cores, usable_cores
+from penstock.machine.lost import Watch
 from penstock.update.norm import sum_over
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=2)
 """How long a rank waits for another: one may read 140 GB of weights or a data set meanwhile. A rank that died is
 noticed by its closed connection, not by this."""
+SHARE_GPU = "PENSTOCK_SHARE_GPU"
+"""With 1, ranks may share a GPU. For tests: they only take each other's time, and NCCL must be able to (below)."""
+SHARING_NCCL = (2, 30)
 HAS_JOINED = Event()
 """Set once this process has known other ranks: then it must not end as others do (`cli.run`)."""
 
@@ -100,13 +105,40 @@ class World:
             return device
         if torch.cuda.device_count() == 1 and "SLURM_LOCALID" in os.environ and "RANK" not in os.environ:
             return torch.device("cuda", 0)  # SLURM may show each task its own GPU and no other
-        if self.local_size > torch.cuda.device_count():
-            raise RecipeError(
-                f"{self.local_size} ranks on this machine, and torch sees {torch.cuda.device_count()} GPUs",
-                where="--gpus",
-                remedy="Lower --gpus, or use --device cpu.",
-            )
-        return torch.device("cuda", self.local_rank)
+        count = torch.cuda.device_count()
+        if self.local_size <= count:
+            return torch.device("cuda", self.local_rank)
+        if count and os.environ.get(SHARE_GPU) == "1":
+            check_gpus_can_be_shared(os.environ)
+            return torch.device("cuda", self.local_rank % count)
+        raise RecipeError(
+            f"{self.local_size} ranks on this machine, and torch sees {counted(count, 'GPU')}",
+            where="--gpus",
+            remedy="Lower --gpus, or use --device cpu.",
+        )
+
+
+def check_gpus_can_be_shared(environment: Mapping[str, str]) -> None:
+    """Refuse where NCCL would: it lets ranks share a GPU from 2.30 on, when it is told to."""
+    version = loaded_nccl()
+    if version >= SHARING_NCCL and environment.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return
+    found = ".".join(map(str, version)) if version else "the NCCL that torch brings"
+    raise RecipeError(
+        f"ranks can share a GPU with NCCL 2.30 or later and NCCL_MULTI_RANK_GPU_ENABLE=1 only; here is {found}",
+        where=f"{SHARE_GPU}=1",
+        remedy="It is for tests: see CONTRIBUTING.md. A run needs a GPU for each rank.",
+    )
+
+
+def loaded_nccl() -> tuple[int, ...]:
+    """Version of an NCCL that was preloaded in place of torch's, which other libraries cannot see; else nothing."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL(None).ncclGetVersion(ctypes.byref(number))
+    except AttributeError:
+        return ()
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
 ALONE = World()
@@ -165,8 +197,14 @@ def joined(world: World, device: torch.device) -> Iterator[None]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     HAS_JOINED.set()
     dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=PATIENCE)
-    yield
-    world.largest(0)  # rank 0 may still be writing: ending the group under it would end the run as a failure
+    watch = Watch((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), world.rank)
+    try:
+        yield
+        world.largest(0)  # rank 0 may still be writing: ending the group under it would end the run as a failure
+    except Exception as error:
+        watch.end(error)
+        raise
+    watch.end(None)
     dist.destroy_process_group()
 
 

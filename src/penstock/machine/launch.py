@@ -17,11 +17,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.errors import RecipeError, tell
+from penstock.errors import RankLost, RecipeError, tell
 from penstock.machine.signals import handling
 
 ERRORS = "PENSTOCK_ERRORS"
@@ -97,6 +97,8 @@ def launch(words: Sequence[str], machines: Machines, *, debug: bool) -> int:
             processes.append(_start(words, environment, Path(notes), shown=variables["RANK"] == "0" or debug))
         with _passing_signals_to(processes):
             codes = _wait_for(processes)
+        if machines.nodes > 1:
+            _tell_other_machines(codes, address, first_rank=machines.node_rank * machines.gpus)
         return _report(codes, Path(notes), words, first_rank=machines.node_rank * machines.gpus)
 
 
@@ -137,21 +139,36 @@ def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
         return [0 if process in waiting else process.wait() for process in processes]
 
 
+def _tell_other_machines(codes: Sequence[int], address: tuple[str, int], *, first_rank: int) -> None:
+    """Ranks there wait for one that was killed here and could not say so itself."""
+    killed = [(first_rank + index, code) for index, code in enumerate(codes) if code < 0]
+    if killed:
+        from penstock.machine.lost import announce, meeting_store
+
+        rank, code = killed[0]
+        with suppress(Exception):  # the first rank keeps the store, and may be the one that was killed
+            announce(meeting_store(address, seconds=5.0), f"rank {rank} {_how(code)}")
+
+
+def _how(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
 def _report(codes: Sequence[int], notes: Path, words: Sequence[str], *, first_rank: int) -> int:
     """Show the error of the rank that failed first, and give its exit code."""
     failed = [(code, first_rank + index) for index, code in enumerate(codes) if code]
     if not failed:
         return 0
-    # A rank that lost another fails too, with a bug's code, perhaps earlier than the other is seen to have ended.
-    code, rank = min(failed, key=lambda f: (f[0] == 1, _time_of(notes, f[1])))
+    # A rank that lost another fails too, perhaps earlier than the other is seen to have ended.
+    code, rank = min(failed, key=lambda f: (f[0] == RankLost.exit_code, f[0] == 1, _time_of(notes, f[1])))
     note, output = notes / f"{rank}.error", notes / f"{rank}.output"
     if note.exists():
         message = note.read_text(encoding="utf-8")
     else:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = "\n  The kernel does that when host memory is full." if code == -signal.SIGKILL else ""
+        hint = "The kernel does that when host memory is full. " if code == -signal.SIGKILL else ""
         said = output.read_text(encoding="utf-8", errors="replace").strip() if output.exists() else ""
-        message = f"{how}{hint}" + "".join(f"\n  {line}" for line in said.splitlines()[-10:])
+        lines = [*said.splitlines()[-10:], f"{hint}The same command with --resume goes on from the newest checkpoint."]
+        message = _how(code) + "".join(f"\n  {line}" for line in lines)
     exit_code = 128 - code if code < 0 else code
     tell(f"rank {rank}: {message}", exit_code, words)
     return exit_code

@@ -95,15 +95,15 @@ def place(
         need = _requirements(trained, format, profile, manner, bytes_after)
         if homes == "auto":
             try:
-                here = _choose(need, trained.device, wholes, profile, manner, rates, chunk_size, dealt)
+                here = _choose(need, trained, wholes, profile, manner, rates, chunk_size, dealt)
             except DoesNotFit:
                 if not dealt["stream"]:
                     raise
                 dealt = _deal_away(away, "host", trained.device, profile, manner, rates, chunk_size)
-                here = _choose(need, trained.device, wholes, profile, manner, rates, chunk_size, dealt)
+                here = _choose(need, trained, wholes, profile, manner, rates, chunk_size, dealt)
         else:
             shares = dict(homes) if isinstance(homes, Mapping) else {homes: 1.0}
-            here = deal([cut(whole, chunk_size or DEFAULT_CHUNK) for whole in wholes], shares)
+            here = deal(host_cuts(trained, wholes, chunk_size or DEFAULT_CHUNK), shares)
         if manner.prefetches and profile.bytes_after and here["stream"]:
             room = prefetch_room(need, bytes_after, _sent(here, wholes))
         dealt = {name: here[name] + dealt[name] for name in dealt}
@@ -111,6 +111,16 @@ def place(
     if masters_first and rates.cache_info().currsize:
         masters_first = masters_pay(dealt["host"], rates().alone_params_per_s, profile)
     return Placement(dealt, cores, room, masters_first)
+
+
+def host_cuts(trained: Trained, wholes: Sequence[Chunk], chunk_size: int) -> list[list[Chunk]]:
+    """What `host` gets as a whole or not at all, in chunks: parameters, or units whose gradients are in one piece."""
+    if not trained.sharded:
+        return [cut(whole, chunk_size) for whole in wholes]
+    unit_of, found = trained.deadlines(), dict[int, list[Chunk]]()
+    for whole in wholes:
+        found.setdefault(unit_of[whole.parameter], []).extend(cut(whole, chunk_size))
+    return list(found.values())
 
 
 def _deal_away(
@@ -179,7 +189,7 @@ def _sent(dealt: Dealt, wholes: Sequence[Chunk]) -> float:
 
 def _choose(
     need: Requirements,
-    device: torch.device,
+    trained: Trained,
     wholes: Sequence[Chunk],
     profile: Profile,
     manner: Manner,
@@ -191,7 +201,7 @@ def _choose(
 
     `away`: chunks that will be in host memory too, and in slots.
     """
-    format, state_bytes = wholes[0].format, need.state_bytes
+    device, format, state_bytes = trained.device, wholes[0].format, need.state_bytes
     # Cut all the same: of a shard that is empty there is no chunk.
     everything = deal([cut(whole, max(1, whole.size)) for whole in wholes], {"gpu": 1.0})
     if device.type != "cuda":
@@ -210,7 +220,7 @@ def _choose(
         return everything
     rates = rates_of()
     suitable = chunk_size or chunk_for(rates.link_bytes_per_s, state_bytes)
-    cuts = [cut(whole, suitable) for whole in wholes]
+    cuts = host_cuts(trained, wholes, suitable)
     beside = 2 * need.weight_bytes if away["stream"] else 0  # weights and gradients that travel with state
     dealt = deal_within(need, room.less(STAGING * (state_bytes + beside)), rates, cuts)
     if dealt is None and not away["stream"]:

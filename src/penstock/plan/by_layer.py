@@ -110,7 +110,7 @@ class LayerStep:
     @property
     def gradients_leave(self) -> bool:
         """Whether gradients of resident parameters in `host` leave during backward."""
-        return self.manner.prefetches and not self.keeps_sums
+        return self.manner.sends_down and not self.keeps_sums
 
     def moments(self) -> Iterator[Moment]:
         """Where the peak can be: at the loss, in the layers where what grows and what shrinks changes, at the end."""

@@ -47,7 +47,7 @@ from penstock.plan.memory import (
     sharded_bytes,
 )
 from penstock.plan.placement import Dealt, deal, deal_away
-from penstock.plan.shares import choose_split, chunk_size_of, room_for_layers, split_of_layers
+from penstock.plan.shares import by_unit, choose_split, chunk_size_of, room_for_layers, split_of_layers
 from penstock.plan.split import Manner, ModelBytes, Profile, Rates, Requirements, Room, Split, requirements
 
 QUEUE = "gradients in the queue"
@@ -132,8 +132,8 @@ class Plan:
         return {name: [*chunks, *streamed[name]] for name, chunks in resident.items()}
 
     def _deal(self, wholes: Sequence[Chunk], split: Split) -> Dealt:
-        shares = cast(dict[HomeName, float], split.shares())
-        return deal([cut(whole, self.chunk_size) for whole in wholes], shares)
+        shares, cuts = cast(dict[HomeName, float], split.shares()), [cut(whole, self.chunk_size) for whole in wholes]
+        return deal(cuts if self.gpus == 1 else by_unit(cuts, self.job.architecture), shares)
 
     @cached_property
     def streamed(self) -> range:

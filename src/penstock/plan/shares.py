@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.machine.known import Machine
 from penstock.plan.by_layer import Homes, LayerStep, LayerTraffic, named_layers, split_layers
 from penstock.plan.job import Job
@@ -10,12 +12,14 @@ from penstock.plan.layout import (
     NUM_SLOTS,
     STAGING,
     UNIT_SLOTS,
+    Chunk,
     StateFormat,
     chunk_for,
     layer_parameters,
     unit_bytes,
 )
 from penstock.plan.split import Rates, Requirements, Room, Split, best_split, link_bytes
+from penstock.recipe.presets import Architecture
 
 
 def chunk_size_of(job: Job, machine: Machine, format: StateFormat) -> int:
@@ -23,6 +27,15 @@ def chunk_size_of(job: Job, machine: Machine, format: StateFormat) -> int:
     if job.homes or not job.overlap:
         return DEFAULT_CHUNK
     return chunk_for(machine.link_bytes_per_s, format.bytes_per_element(job.dtype_bytes))
+
+
+def by_unit(cuts: Sequence[Sequence[Chunk]], architecture: Architecture) -> list[list[Chunk]]:
+    """Chunks of parameters as those of units, which FSDP2 gathers and reduces as a whole: a layer is one."""
+    per_layer = len(layer_parameters(architecture))
+    end = 1 + architecture.layers * per_layer
+    layers = [cuts[first : first + per_layer] for first in range(1, end, per_layer)]
+    units = [cuts[:1], *layers, *([one] for one in cuts[end:])]
+    return [[chunk for chunks in unit for chunk in chunks] for unit in units]
 
 
 def choose_split(

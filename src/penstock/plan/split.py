@@ -51,8 +51,8 @@ class Manner:
     in_backward: bool
     overlap: bool = True
     sharded: bool = False
-    """By FSDP2, which keeps the gradients of a unit in one piece of memory, so that none makes room alone, and whose
-    hooks run on a stream of its own, whose memory is not what activations leave."""
+    """By FSDP2, which keeps the gradients of a unit in one piece of memory, so that they make room together or not at
+    all, and whose hooks run on a stream of its own, whose memory is not what activations leave."""
     accumulate_dtype: str = "fp32"
     """In which gradients of micro-batches add up."""
 
@@ -60,6 +60,11 @@ class Manner:
     def prefetches(self) -> bool:
         """Whether streamed state may come before its update."""
         return self.overlap and not self.in_backward and not self.sharded
+
+    @property
+    def sends_down(self) -> bool:
+        """Whether gradients of `host` leave the GPU during backward."""
+        return self.overlap and not self.in_backward
 
     @property
     def masters_first(self) -> bool:
@@ -158,7 +163,7 @@ def requirements(
         gradient_bytes,
         activation_bytes=activations,
         kept_bytes=kept,
-        gradients_leave=manner.prefetches and not accumulates,
+        gradients_leave=manner.sends_down and not accumulates,
         hidden_seconds=hidden_seconds,
         end_bytes=end_bytes if manner.prefetches else None,
         copies=manner.copies,

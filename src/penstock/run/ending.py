@@ -73,6 +73,14 @@ def memory_advice(recipe: Recipe, ranks: int) -> Iterator[None]:
             where=recipe.name,
             remedy=f"Try --recompute full, --micro-batch-size {max(1, rows // 2)}, or a shorter --max-length.",
         ) from error
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):  # torch has no type for it
+            raise
+        raise DoesNotFit(
+            f"the host is out of memory: {error}",
+            where=recipe.name,
+            remedy="Try --states bf16, or a machine with more memory; penstock plan says how much a run takes.",
+        ) from error
 
 
 @contextmanager

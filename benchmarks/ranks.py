@@ -1,0 +1,52 @@
+"""Runs with several ranks in one table: seconds a step, what each lane had to do, and memory beside what was planned.
+
+    python benchmarks/ranks.py RUN...
+
+Each rank measures its own memory; what is shown is the first one's. A JSON object a run follows the table.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+WARM_UP = 3
+
+
+def read(run: Path, name: str) -> object:
+    file = run / "facts" / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def row(run: Path) -> dict[str, object]:
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
+    plan, timeline = read(run, "plan"), read(run, "timeline")
+    taken: dict[str, float] = {}
+    for use in read(run, "memory"):
+        taken[use["place"]] = taken.get(use["place"], 0.0) + use["num_bytes"] / 1e9
+    busy: dict[str, float] = {}
+    for span in timeline.get("spans", ()):
+        busy[span["lane"]] = busy.get(span["lane"], 0.0) + span["end"] - span["start"]
+    return {
+        "run": run.name,
+        "ranks": json.loads((run / "ranks.json").read_text())["ranks"],
+        "step_s": round(statistics.median(line["step_seconds"] for line in metrics), 4),
+        "loss": metrics[-1]["loss"],
+        "gpu_gb": round(taken.get("gpu", 0.0), 2),
+        "gpu_planned_gb": round(plan.get("gpu_bytes", 0) / 1e9, 2),
+        "host_gb": round(taken.get("host", 0.0), 2),
+        "host_planned_gb": round(plan.get("host_bytes", 0) / 1e9, 2),
+        "lanes_s": {lane: round(seconds, 4) for lane, seconds in sorted(busy.items())},
+    }
+
+
+if __name__ == "__main__":
+    rows = [row(Path(name)) for name in sys.argv[1:]]
+    print(f"{'run':<12}{'ranks':>6}{'s a step':>10}{'GPU GB':>9}{'planned':>9}{'host GB':>9}{'planned':>9}")
+    for one in rows:
+        gpu, host = (one["gpu_gb"], one["gpu_planned_gb"]), (one["host_gb"], one["host_planned_gb"])
+        print(f"{one['run']:<12}{one['ranks']:>6}{one['step_s']:>10.3f}", *(f"{n:>8.2f}" for n in (*gpu, *host)))
+    for one in rows:
+        print(json.dumps(one))

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Several ranks with NCCL on one GPU, which NCCL allows from 2.30 on: OUT=out NCCL=libnccl.so.2 benchmarks/ranks.sh JOB...
+# Needs what `benchmarks/h200.sh` without a job sets up, and NCCL, a build of 2.30 or later that is loaded in place of
+# torch's. With MPS the ranks run beside each other; without, they take turns. What this cannot show is the speed of links
+# between GPUs. Each job has its own time limit.
+#   tests      every test of ranks: whole runs, resume, faults, all homes and formats, experts, compiled layers
+#   deepspeed  the engine deepspeed with two ranks: both modes, save and resume
+#   overhead   8 layers of llama-8b, one, two and four ranks, the same batch: seconds, lanes, memory beside the plan
+#   memory     the same, clipped, with all state on the host: gradients of a unit make room
+#   hosts      two machines, as far as one can be two: NCCL over sockets between network namespaces
+set -u
+cd "$(dirname "$0")/.."
+: "${OUT:=out}" "${NCCL:?NCCL=FILE names a libnccl.so of 2.30 or later}"
+export OUT PATH="$PWD/build/pkgs/bin:$PATH"
+export PYTHONPATH=src:build/pkgs PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True HF_HUB_OFFLINE=1
+export LD_PRELOAD=$(realpath "$NCCL") NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_ALGO=RING PENSTOCK_SHARE_GPU=1
+mkdir -p "$OUT"
+export CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$(mktemp -d)
+nvidia-cuda-mps-control -d && trap 'echo quit | nvidia-cuda-mps-control' EXIT
+
+TESTS="tests/machine/test_launch.py tests/run/test_several_ranks.py tests/engine/test_fsdp.py tests/engine/test_ranks.py
+  tests/offload/test_dtensors.py tests/offload/test_replicas.py tests/checkpoint/test_export_ranks.py tests/model/test_load_rows.py
+  tests/model/test_initial.py"
+
+train() {  # NAME SECONDS RANKS FLAGS...
+  local name=$1 limit=$2 ranks=$3
+  shift 3
+  timeout "$limit" python3 -m penstock train llama-8b --init random --shape num_hidden_layers=8 --tokenizer demo --data demo \
+    --epochs 100 --max-steps 8 --batch-size 4 --keep 0 --prompt None --gpus "$ranks" --gpu-memory "$((132 / ranks))GB" \
+    --output-dir "$OUT/$name" --overwrite "$@" > "$OUT/$name.log" 2>&1
+  echo "$name: exit $?"
+  rm -rf "$OUT/$name/model"
+}
+
+for job in "$@"; do
+  case $job in
+    tests) timeout 500 python3 -m pytest -q -n 2 -p no:cacheprovider $TESTS > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
+    deepspeed)
+      for mode in superoffload zerooffload; do
+        train "deepspeed-$mode" 150 2 --engine deepspeed --mode "$mode" --shape num_hidden_layers=2 --keep 1 --max-steps 4
+        tail -n 2 "$OUT/deepspeed-$mode.log"
+      done
+      train deepspeed-resumed 100 2 --engine deepspeed --mode zerooffload --shape num_hidden_layers=2 --keep 1 --max-steps 4 --save-every 2
+      ;;
+    overhead)
+      for ranks in 1 2 4; do train "ranks-$ranks" 120 "$ranks" --homes gpu=0.5,host=0.5 --micro-batch-size 1 --recompute full; done
+      python3 benchmarks/ranks.py "$OUT"/ranks-1 "$OUT"/ranks-2 "$OUT"/ranks-4 | tee "$OUT/ranks.txt" ;;
+    memory)
+      for ranks in 1 2 4; do train "host-$ranks" 120 "$ranks" --homes host --micro-batch-size "$((4 / ranks))" --recompute full; done
+      python3 benchmarks/ranks.py "$OUT"/host-1 "$OUT"/host-2 "$OUT"/host-4 | tee "$OUT/host.txt" ;;
+    hosts) DEVICE=cuda timeout 120 benchmarks/two_hosts.sh python3 > "$OUT/hosts.log" 2>&1; echo "hosts: exit $?"; tail -n 4 "$OUT/hosts.log" ;;
+    *) echo "no job $job"; exit 2 ;;
+  esac
+done

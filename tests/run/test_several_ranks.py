@@ -1,0 +1,119 @@
+"""Whole runs on several ranks, from the data to the exported model: on the CPU, or on a GPU that they share."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+SHARED_GPU = os.environ.get("PENSTOCK_SHARE_GPU") == "1"
+MIXED = "gpu=0.4,stream=0.3,host=0.3"
+SAVED = {"save_every": 2, "keep": 3, "validation": 0.2, "eval_every": 3, "max_grad_norm": 0.5, "homes": MIXED}
+
+
+def rows(run, name="metrics.jsonl"):
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def curve(run):
+    """Losses and norms, to the last bit."""
+    return [(row["loss"], row["grad_norm"]) for row in rows(run)]
+
+
+def weights(run):
+    """Of the exported model."""
+    files = sorted((run / "model").glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def start(run, ranks, count, **changes):
+    summary = ranks("whole_run", count, directory=str(run), **changes)[0]
+    assert not isinstance(summary, tuple), summary
+    return summary
+
+
+def checkpoint(run, step):
+    return str(run / "checkpoints" / f"step-{step:08}")
+
+
+@pytest.fixture(scope="module")
+def two(ranks, tmp_path_factory):
+    """A run of two ranks with checkpoints, an evaluation and an answer."""
+    run = tmp_path_factory.mktemp("two") / "run"
+    return run, start(run, ranks, 2, prompt="What is the capital of Italy?", **SAVED)
+
+
+def test_two_ranks_evaluate_answer_and_export(two):
+    run, summary = two
+    assert summary.steps == 6
+    assert [row["step"] for row in rows(run, "eval.jsonl")] == [3, 6]
+    assert summary.eval_loss == rows(run, "eval.jsonl")[-1]["eval_loss"]
+    assert summary.answer.after, "the model of two ranks was asked"
+    assert weights(run), "it was exported"
+    assert json.loads((run / "ranks.json").read_text())["ranks"] == 2
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(two, ranks, tmp_path):
+    again = tmp_path / "run"
+    start(again, ranks, 2, resume=checkpoint(two[0], 2), prompt="What is the capital of Italy?", **SAVED)
+    assert curve(again) == curve(two[0])
+    assert rows(again, "eval.jsonl")[-1]["eval_loss"] == rows(two[0], "eval.jsonl")[-1]["eval_loss"]
+    ours, theirs = weights(again), weights(two[0])
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_a_run_goes_from_two_ranks_to_one_and_on_to_four(two, ranks, tmp_path):
+    one, four = tmp_path / "one", tmp_path / "four"
+    flags = {**SAVED, "prompt": "What is the capital of Italy?"}
+    start(one, ranks, 1, resume=checkpoint(two[0], 2), **flags)
+    start(four, ranks, 4, resume=checkpoint(one, 4), **flags)
+    for run in (one, four):
+        assert [row["tokens"] for row in rows(run)] == [row["tokens"] for row in rows(two[0])]
+        for ours, theirs in zip(curve(run), curve(two[0]), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-3)
+    ours, theirs = weights(four), weights(two[0])
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-2, atol=1e-4)
+
+
+VARIANTS = {
+    "experts": {"preset": "qwen3-30b-a3b", "homes": MIXED},
+    "tied": {"preset": "demo", "homes": MIXED},
+    "packed, in backward": {"packing": True, "max_grad_norm": 0.0, "update": "in-backward"},
+    "bf16 state": {"states": "bf16", "homes": MIXED, "dtype": "bf16"},
+    "accumulated": {"micro_batch_size": 1, "homes": MIXED},
+    "recomputed": {"recompute": "full", "homes": "host"},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_ranks_train_what_one_trains(name, ranks, tmp_path):
+    """To rounding: sums over ranks are in fp32."""
+    changes = {"batch_size": 4, "max_steps": 3, "keep": 0, **VARIANTS[name]}
+    for count in (1, 2):
+        start(tmp_path / str(count), ranks, count, **changes)
+    tolerance = 2e-2 if changes.get("dtype") == "bf16" else 1e-3
+    for ours, theirs in zip(curve(tmp_path / "2"), curve(tmp_path / "1"), strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not SHARED_GPU, reason="layers are compiled on a GPU, and ranks share none here")
+def test_compiled_layers_on_two_ranks(ranks, tmp_path):
+    for compiled in (True, False):
+        start(tmp_path / str(compiled), ranks, 2, compile=compiled, dtype="bf16", keep=0, max_steps=3)
+    for ours, theirs in zip(curve(tmp_path / "True"), curve(tmp_path / "False"), strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-2)
+
+
+def test_data_with_fewer_rows_than_ranks(ranks, tmp_path):
+    """Three examples are one row: the other ranks take part in the step with none."""
+    data = tmp_path / "three.jsonl"
+    data.write_text("".join(json.dumps({"instruction": f"{n}?", "output": f"{n}."}) + "\n" for n in range(3)))
+    for count in (1, 4):
+        run = tmp_path / str(count)
+        start(run, ranks, count, data=str(data), data_percent=100.0, batch_size=4, keep=0, homes=MIXED)
+    for ours, theirs in zip(curve(tmp_path / "4"), curve(tmp_path / "1"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
