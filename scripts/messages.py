@@ -13,6 +13,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from penstock import errors
@@ -73,12 +74,14 @@ class Module:
             waiting += [(child, [*around, node]) for child in ast.iter_child_nodes(node)]
 
 
+@cache
 def modules() -> list[Module]:
     """Every file of the program but the one that defines the errors."""
     paths = [path for path in sorted(SOURCE.rglob("*.py")) if path.name != "errors.py"]
     return [Module(str(p.relative_to(SOURCE)), ast.parse(p.read_text(encoding="utf-8"))) for p in paths]
 
 
+@cache
 def messages() -> list[Message]:
     """All of them, in the order of the files."""
     found: list[Message] = []
