@@ -12,14 +12,14 @@ dist=$(realpath -m "${1:-$work/dist}")
 mkdir "$work/source"
 git -C "$root" ls-files -z | (cd "$root" && tar --null -T - -cf -) | tar -xf - -C "$work/source"
 python3 -m venv "$work/builder"
-"$work/builder/bin/pip" install -q -c "$root/constraints.txt" build
+"$work/builder/bin/pip" install -q --no-compile -c "$root/constraints.txt" build
 "$work/builder/bin/python" -m build -q --outdir "$dist" "$work/source"
 
 python3 -m venv "$work/env"
 for file in "$dist"/penstock_train-*.whl "$dist"/penstock_train-*.tar.gz; do
   echo "+ $(basename "$file") in an environment without it"
   rm -rf "$work/run" && mkdir "$work/run"
-  "$work/env/bin/pip" install -q -c "$root/constraints.txt" "$file"
+  "$work/env/bin/pip" install -q --no-compile -c "$root/constraints.txt" "$file"
   (
     cd "$work/run" # not in the checkout, whose source would be found first
     "$work/env/bin/penstock" --version
