@@ -35,6 +35,7 @@ CHANGES = {
     "weights": {"weights": "streamed"},
     "order": {"order": "layers"},
     "inputs": {"inputs": "parked"},
+    "tile": {"tile": "16"},
     "gpu_memory": None,
     "update": {"update": "in-backward"},
     "cpu_adam_cores": {"cpu_adam_cores": 1.0},
@@ -107,6 +108,7 @@ ALSO = {  # settings that both runs share
     "keep_best": {"validation": 0.1, "eval_every": 1, "keep": 1, **WRECKING},
     "patience": {"validation": 0.1, "eval_every": 1, **WRECKING},
     "inputs": {"weights": "streamed"},
+    "tile": {"order": "layers"},
     "epochs": {"max_steps": 0, "data_percent": 30.0, "epochs": 0.5},
 }
 SEEN = {  # where a change shows, if not in the steps or the answer
@@ -120,6 +122,7 @@ SEEN = {  # where a change shows, if not in the steps or the answer
     "weights": ["weights"],
     "order": ["kept_bytes"],
     "inputs": ["weights"],
+    "tile": ["kept_bytes"],
     "cpu_adam_cores": ["state"],
     "validation": ["evals"],
     "eval_data": ["evals"],

@@ -8,6 +8,7 @@ learn what each layer is called with, and once from the last layer's result on, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from penstock.engine.weights import StreamedWeights
 from penstock.errors import ModelError
 from penstock.flow.timeline import Timeline
 from penstock.model.loss import forward_replaced
+from penstock.model.tiles import Tiled
 
 Held = Callable[[], AbstractContextManager[None]]
 
@@ -219,6 +221,9 @@ class LayerByLayer:
 
     def _gradient(self, layer: nn.Module, hidden: Tensor, one: _Pass, number: int) -> Tensor:
         """Compute the layer again, then backward through it alone; the gradient of its input."""
+        if isinstance(layer.forward, Tiled):
+            with forward_replaced(layer, functools.partial(layer.forward.gradient, one.hidden)):
+                return _called(layer, hidden, one.calls[number])
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad():
             result = _called(layer, hidden, one.calls[number])

@@ -22,7 +22,7 @@ import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -224,16 +224,37 @@ def _mask(
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
+@dataclass
+class Before:
+    """In the place of segments: what attention is called with is noted, and nothing is attended to."""
+
+    stop: bool
+    """Leave the layer there. Compiled code cannot, and need not: what is not used of it is not computed."""
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    """The arguments of `attend`, the last of them a dictionary of those by name."""
+
+
+@dataclass
+class After:
+    """In the place of segments: what attention gave, for these tokens of a longer row."""
+
+    result: Tensor
+
+
+class Reached(Exception):
+    """A layer has called its attention, and nothing after that is wanted."""
+
+
 class _Asked(TypedDict, total=False):
     """What else models hand to their attention, as far as it is read here."""
 
-    segments: Segments
+    segments: Segments | Before | After
     sliding_window: int | None
     s_aux: Tensor | None
     """A sink a head (gpt-oss)."""
 
 
-def _attend(
+def attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -247,6 +268,13 @@ def _attend(
     _refuse_call(module, attention_mask, dropout, asked)
     segments, sliding_window, sinks = asked["segments"], asked.get("sliding_window"), asked.get("s_aux")
     rows, heads, length, head_dim = query.shape
+    if isinstance(segments, After):
+        return segments.result, None
+    if isinstance(segments, Before):
+        segments.calls.append((module, query, key, value, attention_mask, scaling, dropout, asked))
+        if segments.stop:
+            raise Reached
+        return query.new_zeros(rows, length, heads, value.shape[-1]), None
     q, k, v = (x.transpose(1, 2).reshape(rows * length, -1, x.shape[-1]) for x in (query, key, value))
     scale = head_dim**-0.5 if scaling is None else scaling
     half = query.dtype in (torch.bfloat16, torch.float16)
@@ -340,4 +368,4 @@ def _one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sink
 
 # Only the attention function is registered. Without a mask function of this name transformers builds no mask at all;
 # with one it would first look for packed rows in the position ids, and the host would wait for the GPU in each forward.
-AttentionInterface.register(VARLEN, _attend)
+AttentionInterface.register(VARLEN, attend)

@@ -21,6 +21,7 @@ from penstock.plan.layout import LANDING_BYTES, PREFETCHED_INPUTS, UNIT_SLOTS, l
 from penstock.plan.memory import Work, in_flight_bytes, loss_bytes, saved_in_layer
 from penstock.plan.speed import Arithmetic
 from penstock.plan.split import STEPS, Manner, Rates, Requirements, Room, Split, Traffic
+from penstock.plan.tiles import tiled_bytes
 from penstock.recipe.presets import Architecture
 
 
@@ -126,7 +127,8 @@ class LayerStep:
         whole, fresh = saved_in_layer(a, work), float(b * self.layer_params)
         for number in {a.layers - 1, first, max(0, first - 1), 0} & set(range(a.layers)):
             leaving = fresh if first <= number + 1 < a.layers else 0.0
-            now = whole + max(in_flight_bytes(a, work), fresh - whole) + own_sum * self.layer_params + leaving
+            alone = tiled_bytes(a, work) if work.tile else whole + max(in_flight_bytes(a, work), fresh - whole)
+            now = alone + own_sum * self.layer_params + leaving
             yield Moment(self._saved(number + 1, one), others + now, self._kept(max(0, first - 1 - number)))
         # The embedding's gradients of all micro-batches are made at once: twice as much as what was looked up, and sums
         # in fp32 that torch makes of them.

@@ -9,6 +9,12 @@ from penstock.errors import RecipeError
 from penstock.plan.layout import parameters
 from penstock.recipe.presets import Architecture
 
+TILES = (16384, 8192, 4096, 2048)
+"""Tokens of a tile: what a product needs to run at its rate, and less where memory asks for it. Not measured yet."""
+LONG_ROW = 65536
+"""Tokens from which on rows are computed in tiles if that leaves more of the GPU to state: a tile is a small part of
+such a row, and attention most of its time."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -30,9 +36,10 @@ class Job:
     compiled: bool = False
     accumulate_dtype: str = "fp32"
     weights: str = "resident"
-    """As in a recipe, and so are the next two."""
+    """As in a recipe, and so are the next three."""
     order: str = "auto"
     inputs: str = "auto"
+    tile: str = "auto"
 
     @property
     def schedule(self) -> str:
@@ -55,6 +62,17 @@ class Job:
     def asks_for_layers(self) -> bool:
         """Whether it says, itself, that layers are computed one by one."""
         return self.weights not in ("auto", "resident") or self.order == "layers"
+
+    @property
+    def tile_choices(self) -> list[tuple[int, ...]]:
+        """Tiles that are tried together, and then, where none of them fits, those that take less."""
+        if self.tile not in ("auto", "none"):
+            return [(int(self.tile),)]
+        if self.tile == "none" or self.attention != "varlen":
+            return [(0,)]
+        largest, *smaller = TILES
+        first = [(0, largest)] if self.length >= LONG_ROW else [(0,), (largest,)]
+        return [*first, *((tile,) for tile in smaller)]
 
     @property
     def streamed_choices(self) -> range:
@@ -84,6 +102,8 @@ class Settings:
     """Layers whose weights stream, the last ones."""
     order: str = "rows"
     inputs: str = "kept"
+    tile: int = 0
+    """Tokens; 0 for none."""
 
     @property
     def by_layer(self) -> bool:

@@ -38,6 +38,8 @@ class Work:
     dtype_bytes: int = 2
     compiled: bool = False
     """Layers are compiled, and then keep no more than products and attention; those with experts are not."""
+    tile: int = 0
+    """Tokens of which a layer computes everything but attention at once; 0: of all."""
 
     @property
     def tokens(self) -> int:

@@ -263,7 +263,7 @@ def _rank(job: Job, settings: Settings, machine: Machine, gpus: int) -> _Rank:
     a = job.architecture
     rows = -(-job.batch_size // gpus)
     micro = min(settings.micro_batch, rows)
-    work = Work(micro, job.length, settings.recompute, job.attention, job.dtype_bytes, job.compiled)
+    work = Work(micro, job.length, settings.recompute, job.attention, job.dtype_bytes, job.compiled, settings.tile)
     sharers = 1 if machine.has_gpu else gpus
     rank = replace(
         machine,
@@ -333,7 +333,7 @@ def _rates(machine: Machine, gpus: int) -> Rates:
 def _layer_step(job: Job, settings: Settings) -> LayerStep:
     manner = Manner(job.in_backward, job.overlap, accumulate_dtype=job.accumulate_dtype)
     rows = min(settings.micro_batch, job.batch_size)
-    work = Work(rows, job.length, "full", job.attention, job.dtype_bytes, job.compiled)
+    work = Work(rows, job.length, "full", job.attention, job.dtype_bytes, job.compiled, settings.tile)
     parked = settings.inputs == "parked"
     return LayerStep(job.architecture, work, job.batch_size, settings.streamed, settings.order, parked, manner)
 

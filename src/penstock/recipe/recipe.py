@@ -73,6 +73,10 @@ class Recipe:
     inputs: Literal["auto", "kept", "parked"] = "auto"
     """Activations that enter each layer, from which backward computes it again: `kept` on the GPU, or `parked` in host
     memory. Goes with streamed weights or the order layers. `auto`: the faster that fits."""
+    tile: str = "auto"
+    """Tokens of which a layer computes everything but attention at once, so that long rows take less memory: a number,
+    or `none` for whole rows. Goes with streamed weights or the order layers. Results differ by rounding. `auto`: what
+    the plan finds, `none` where it saves nothing."""
     gpu_memory: str = "auto"
     """The most that the run may take of the GPU's memory, such as 24GB or 22GiB; `auto`: all of it."""
     update: Literal["auto", "after-norm", "in-backward"] = "auto"
@@ -228,6 +232,11 @@ class Recipe:
 
 def _words(text: str) -> list[str]:
     return [word for part in text.split(",") if (word := part.strip())]
+
+
+def tile_tokens(recipe: Recipe) -> int:
+    """Tokens of a tile, 0 for none. `auto`, if nobody has planned, is none."""
+    return 0 if recipe.tile in ("auto", "none") else int(recipe.tile)
 
 
 Recompute = Literal["none", "selected", "full"]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 _WEIGHTS = re.compile(r"auto|resident|streamed|[1-9][0-9]*")
+_TILE = re.compile(r"auto|none|[1-9][0-9]*")
 _RECOMPUTE = re.compile(r"auto|none|(selected|full)(:[0-9]+)?")
 
 
@@ -92,6 +93,12 @@ def _streaming_rules(r: Recipe) -> list[tuple[bool, str, str, str]]:
         (ours or r.weights == "auto", "weights", "DeepSpeed's own is param_offload", use_ours),
         (ours or r.order == "auto", "order", "DeepSpeed chooses this itself", use_ours),
         (ours or r.inputs == "auto", "inputs", "DeepSpeed chooses this itself", use_ours),
+        (_TILE.fullmatch(r.tile) is not None, "tile", "must be auto, none or a number of tokens", "Such as 16384."),
+        (ours or r.tile == "auto", "tile", "DeepSpeed chooses this itself", use_ours),
+        (r.tile in ("auto", "none") or by_layer, "tile",
+         "goes with what is computed layer by layer", "Add --order layers or --weights streamed, or leave it out."),
+        (r.tile in ("auto", "none") or r.attention in ("auto", "varlen"), "tile", "needs varlen attention",
+         "Leave one of them out."),
         (r.mode != "zerooffload" or r.weights in ("auto", "resident"), "weights",
          "zerooffload keeps weights on the GPU", "Leave one of them out."),
         (not by_layer or r.recompute in ("auto", "full"), "recompute",
