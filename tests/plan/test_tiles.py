@@ -63,3 +63,23 @@ def test_a_tile_that_is_named_is_planned():
     assert make_plan(recipe, H200).settings.tile == 4096
     small, whole = (predict(job, Settings("fp32", 1, "full", 32, "layers", "parked", tile), H200) for tile in (4096, 0))
     assert small.activation_bytes < whole.activation_bytes
+
+
+def test_half_a_million_tokens_save_fewer_inputs():
+    """137 GB of inputs do not fit the host: those of every fourth layer do, and the layers between cost a forward."""
+    recipe = with_recompute(long_row("llama-8b", 524_288), H200)
+    assert recipe.inputs in ("parked:2", "parked:4")
+    plan = make_plan(recipe, H200)
+    assert plan.fits
+    parked = next(b.num_bytes for b in plan.buffers if b.name == "parked inputs")
+    every = plan.settings.every
+    assert parked == 32 // every * 524_288 * 4096 * 2
+    assert next(c for c in plan.crossings if c.name == "inputs").in_bytes == parked
+    all_saved = predict(plan.job, dataclasses.replace(plan.settings, inputs="parked"), H200)
+    assert plan.seconds.recompute > all_saved.seconds.recompute * 1.4
+    assert plan.input_bytes > all_saved.input_bytes, "those between are on the GPU together"
+    assert f"inputs parked:{every}" in headline(plan)
+
+
+def test_rows_of_ordinary_length_save_all_inputs():
+    assert job_on(PRESETS["llama-8b"], H200).input_choices == [("kept", "parked")]

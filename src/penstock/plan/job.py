@@ -8,6 +8,7 @@ from functools import cached_property
 from penstock.errors import RecipeError
 from penstock.plan.layout import parameters
 from penstock.recipe.presets import Architecture
+from penstock.recipe.recipe import inputs_every
 
 TILES = (16384, 8192, 4096, 2048)
 """Tokens of a tile: what a product needs to run at its rate, and less where memory asks for it. Not measured yet."""
@@ -75,6 +76,14 @@ class Job:
         return [*first, *((tile,) for tile in smaller)]
 
     @property
+    def input_choices(self) -> list[tuple[str, ...]]:
+        """The same of saved inputs."""
+        if self.inputs != "auto":
+            return [(self.inputs,)]
+        fewer = [("parked:2",), ("parked:4",)] if self.length >= LONG_ROW else []
+        return [("kept", "parked"), *fewer]
+
+    @property
     def streamed_choices(self) -> range:
         """Numbers of layers that may stream, the last ones of the model."""
         layers = self.architecture.layers
@@ -104,6 +113,16 @@ class Settings:
     inputs: str = "kept"
     tile: int = 0
     """Tokens; 0 for none."""
+
+    @property
+    def parks(self) -> bool:
+        """Whether saved inputs wait in host memory."""
+        return self.inputs.startswith("parked")
+
+    @property
+    def every(self) -> int:
+        """Layers from one saved input to the next."""
+        return inputs_every(self.inputs)
 
     @property
     def by_layer(self) -> bool:

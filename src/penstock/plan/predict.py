@@ -40,11 +40,11 @@ from penstock.plan.memory import (
     PROCESS_BYTES,
     Disk,
     Peaks,
-    Work,
     disk,
     loading_bytes,
     peaks,
     sharded_bytes,
+    work_of,
 )
 from penstock.plan.placement import Dealt, deal, deal_away
 from penstock.plan.shares import choose_split, chunk_size_of, room_for_layers, split_of_layers
@@ -187,9 +187,10 @@ class Plan:
         a, b, settings = self.job.architecture, self.job.dtype_bytes, self.settings
         layer = [p.size for p in layer_parameters(a)]
         found = unit_buffers([layer] * settings.streamed, b, place=device)
-        if settings.by_layer and settings.inputs == "parked":
+        if settings.by_layer and settings.parks:
             rows = self.rows if settings.order == "layers" else settings.micro_batch
-            found.append(Buffer("parked inputs", "host", parked_bytes(a.layers, rows, self.job.length * a.hidden, b)))
+            count = -(-a.layers // settings.every)
+            found.append(Buffer("parked inputs", "host", parked_bytes(count, rows, self.job.length * a.hidden, b)))
         return found
 
     @property
@@ -263,7 +264,7 @@ def _rank(job: Job, settings: Settings, machine: Machine, gpus: int) -> _Rank:
     a = job.architecture
     rows = -(-job.batch_size // gpus)
     micro = min(settings.micro_batch, rows)
-    work = Work(micro, job.length, settings.recompute, job.attention, job.dtype_bytes, job.compiled, settings.tile)
+    work = work_of(job, settings, micro)
     sharers = 1 if machine.has_gpu else gpus
     rank = replace(
         machine,
@@ -333,9 +334,8 @@ def _rates(machine: Machine, gpus: int) -> Rates:
 def _layer_step(job: Job, settings: Settings) -> LayerStep:
     manner = Manner(job.in_backward, job.overlap, accumulate_dtype=job.accumulate_dtype)
     rows = min(settings.micro_batch, job.batch_size)
-    work = Work(rows, job.length, "full", job.attention, job.dtype_bytes, job.compiled, settings.tile)
-    parked = settings.inputs == "parked"
-    return LayerStep(job.architecture, work, job.batch_size, settings.streamed, settings.order, parked, manner)
+    work = work_of(job, replace(settings, recompute="full"), rows)
+    return LayerStep(job.architecture, work, job.batch_size, settings.streamed, settings.order, settings.parks, manner)
 
 
 def gpu_shortage(job: Job, settings: Settings, machine: Machine) -> float:

@@ -131,7 +131,9 @@ def _least(job: Job, machine: Machine, free: Free) -> Settings:
     tile = next((tile for tile in job.tile_choices[-1] if tile < free.micro_batch * job.length), 0)
     inputs = "kept" if job.inputs == "auto" else job.inputs
     kept = Settings(free.states, free.micro_batch, "full", streamed, order, inputs, tile)
-    return kept if job.inputs != "auto" or gpu_shortage(job, kept, machine) <= 0 else replace(kept, inputs="parked")
+    if job.inputs != "auto" or gpu_shortage(job, kept, machine) <= 0:
+        return kept
+    return replace(kept, inputs=job.input_choices[-1][-1])
 
 
 def check_one_gpu(recipe: Recipe, gpus: int) -> None:
@@ -142,7 +144,7 @@ def check_one_gpu(recipe: Recipe, gpus: int) -> None:
     if recipe.weights not in ("auto", "resident"):
         what = "streamed weights with several GPUs are not there yet"
         raise RecipeError(what, where=f"weights = {recipe.weights}", remedy=remedy)
-    if recipe.order == "layers" or recipe.inputs == "parked":
+    if recipe.order == "layers" or recipe.inputs.startswith("parked"):
         name = "order" if recipe.order == "layers" else "inputs"
         what = "layers that are computed one by one on several GPUs are not there yet"
         raise RecipeError(what, where=f"{name} = {getattr(recipe, name)}", remedy=remedy)

@@ -99,7 +99,7 @@ def _order(plan: Plan) -> tuple[float, int, float, bool, int]:
     streamed = plan.streamed_split
     moved = plan.split.stream + plan.split.host + (streamed.stream + streamed.host if streamed else 0.0)
     at_once = settings.micro_batch if settings.by_layer else 0
-    return plan.seconds.step, -at_once, moved, settings.inputs == "parked", settings.tile
+    return plan.seconds.step, -at_once, moved, settings.parks, settings.tile
 
 
 def may_go_by_layer(job: Job, machine: Machine, gpus: int, free: Free) -> bool:
@@ -114,23 +114,31 @@ def may_go_by_layer(job: Job, machine: Machine, gpus: int, free: Free) -> bool:
 
 
 def _plans_by_layer(job: Job, machine: Machine, free: Free) -> Iterator[Plan]:
-    """Whole rows, or tiles where rows are long; where nothing fits the GPU so, smaller tiles, until something does."""
-    for tiles in job.tile_choices:
-        found = False
-        for plan in _plans_in_tiles(job, machine, free, tiles):
-            found = found or plan.has_room or gpu_shortage(job, plan.settings, machine) <= 0
-            yield plan
-        if found:
-            return
+    """Whole rows, or tiles where rows are long.
+
+    Where nothing fits the GPU so, smaller tiles, until something does; where nothing fits the host, fewer saved inputs.
+    """
+    for inputs in job.input_choices:
+        for tiles in job.tile_choices:
+            found = on_gpu = False
+            for plan in _plans_in_tiles(job, machine, free, inputs, tiles):
+                found = found or plan.has_room
+                on_gpu = on_gpu or found or gpu_shortage(job, plan.settings, machine) <= 0
+                yield plan
+            if found:
+                return
+            if on_gpu:
+                break
 
 
-def _plans_in_tiles(job: Job, machine: Machine, free: Free, tiles: tuple[int, ...]) -> Iterator[Plan]:
-    """Rows at once, inputs kept and parked, and for each as few layers that stream as the GPU has room for, or more.
+def _plans_in_tiles(
+    job: Job, machine: Machine, free: Free, inputs: tuple[str, ...], tiles: tuple[int, ...]
+) -> Iterator[Plan]:
+    """Rows at once, these inputs and tiles, and for each as few layers that stream as the GPU has room for, or more.
 
     Once nothing but updates on the GPU shows, more would be no faster.
     """
     order = "layers" if job.order == "auto" else job.order
-    inputs = ("kept", "parked") if job.inputs == "auto" else (job.inputs,)
     counts = [count for count in job.streamed_choices if count or order == "layers"]
     every_rows = settings_of(job, replace(free, recompute="full"), 1)
     for tried, saved, tile in itertools.product(every_rows, inputs, tiles):

@@ -70,9 +70,10 @@ class Recipe:
     """How several micro-batches go through the layers: `rows`, one after another, each through all; `layers`, all of
     them through a layer before the next, so that streamed weights cross the link twice a step and not twice a
     micro-batch. Results differ by rounding. `auto`: layers where weights are streamed."""
-    inputs: Literal["auto", "kept", "parked"] = "auto"
-    """Activations that enter each layer, from which backward computes it again: `kept` on the GPU, or `parked` in host
-    memory. Goes with streamed weights or the order layers. `auto`: the faster that fits."""
+    inputs: str = "auto"
+    """Activations that enter each layer, from which backward computes it again: kept (on the GPU), parked (in host
+    memory), or parked:N, those of every N-th layer, from which backward computes N layers again together. Goes with
+    streamed weights or the order layers. `auto`: the faster that fits."""
     tile: str = "auto"
     """Tokens of which a layer computes everything but attention at once, so that long rows take less memory: a number,
     or `none` for whole rows. Goes with streamed weights or the order layers. Results differ by rounding. `auto`: what
@@ -232,6 +233,11 @@ class Recipe:
 
 def _words(text: str) -> list[str]:
     return [word for part in text.split(",") if (word := part.strip())]
+
+
+def inputs_every(inputs: str) -> int:
+    """Layers from one saved input to the next."""
+    return int(inputs.partition(":")[2] or 1)
 
 
 def tile_tokens(recipe: Recipe) -> int:

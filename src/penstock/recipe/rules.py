@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 TRACKERS = ("tensorboard", "wandb", "trackio")
 _WEIGHTS = re.compile(r"auto|resident|streamed|[1-9][0-9]*")
 _TILE = re.compile(r"auto|none|[1-9][0-9]*")
+_INPUTS = re.compile(r"auto|kept|parked(:[1-9][0-9]*)?")
 _RECOMPUTE = re.compile(r"auto|none|(selected|full)(:[0-9]+)?")
 
 
@@ -92,6 +93,8 @@ def _streaming_rules(r: Recipe) -> list[tuple[bool, str, str, str]]:
          "Such as 24GB or 22GiB."),
         (ours or r.weights == "auto", "weights", "DeepSpeed's own is param_offload", use_ours),
         (ours or r.order == "auto", "order", "DeepSpeed chooses this itself", use_ours),
+        (_INPUTS.fullmatch(r.inputs) is not None, "inputs", "must be auto, kept, parked, or parked with a number",
+         "Such as parked:2, for the inputs of every second layer."),
         (ours or r.inputs == "auto", "inputs", "DeepSpeed chooses this itself", use_ours),
         (_TILE.fullmatch(r.tile) is not None, "tile", "must be auto, none or a number of tokens", "Such as 16384."),
         (ours or r.tile == "auto", "tile", "DeepSpeed chooses this itself", use_ours),
