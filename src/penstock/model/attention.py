@@ -32,6 +32,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from penstock.errors import ModelError
+from penstock.model.segment_attention import attend_segment
 from penstock.model.sinks import flash_with_sinks
 
 VARLEN = "penstock_varlen"
@@ -43,6 +44,9 @@ _MASKED_ONLY = ("stablelm", "gptj")
 _FLASH_HEAD_DIM = 256
 """The largest head that the flash kernels take."""
 
+
+_MOST_ELEMENTS = 2**31
+"""Of queries in one call of a kernel, which may count in 32 bits: 524,288 tokens of llama-8b are as many."""
 
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Fewer key than query heads must be allowed by name since torch 2.13; before, the kernel simply took them."""
@@ -281,13 +285,31 @@ def attend(
     # A bound that is the same for every packing, or each longest segment would be compiled for.
     longest = length if torch.compiler.is_compiling() else segments.max_length
     windowed = sliding_window is not None and sliding_window < longest
-    if segments.alike and not windowed and sinks is None:
-        out = _rows(q, k, v, segments.max_length, scale)
-    elif query.is_cuda and half and value.shape[-1] == head_dim <= _FLASH_HEAD_DIM:
-        out = _flash(q, k, v, segments.offsets, longest, scale, sliding_window if windowed else None, sinks)
+
+    def some_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        if segments.alike and not windowed and sinks is None:
+            return _rows(q, k, v, segments.max_length, scale)
+        if query.is_cuda and half and value.shape[-1] == head_dim <= _FLASH_HEAD_DIM:
+            return _flash(q, k, v, segments.offsets, longest, scale, sliding_window if windowed else None, sinks)
+        out: Tensor = _one_by_one(q, k, v, segments, scale, sliding_window, sinks)
+        return out
+
+    if q.numel() < _MOST_ELEMENTS:
+        out = some_heads(q, k, v, sinks)
     else:
-        out = _one_by_one(q, k, v, segments, scale, sliding_window, sinks)
+        out = torch.cat([some_heads(*group) for group in _groups(q, k, v, sinks)], dim=1)
     return out.view(rows, length, heads, -1), None
+
+
+def _groups(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """As few groups of heads as have no more elements each than a kernel takes. Heads do not meet: no bit changes."""
+    kv_heads = k.shape[1]
+    fitting = (n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and q.numel() // n < _MOST_ELEMENTS)
+    count = next(fitting, kv_heads)
+    of_sinks = sinks.chunk(count) if sinks is not None else [None] * count
+    return list(zip(*(x.chunk(count, dim=1) for x in (q, k, v)), of_sinks, strict=True))
 
 
 def _refuse_call(module: nn.Module, mask: Tensor | None, dropout: float, kwargs: Mapping[str, object]) -> None:
@@ -343,27 +365,7 @@ def _one_by_one(
 ) -> Tensor:
     """Segment by segment."""
     spans = itertools.pairwise(segments.boundaries)
-    return torch.cat([_one(q[a:b], k[a:b], v[a:b], scale, window, sinks) for a, b in spans])
-
-
-def _one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None) -> Tensor:
-    """One segment, (tokens, heads, head size) in and out."""
-    groups = q.shape[1] // k.shape[1]
-    q, k, v = (x.transpose(0, 1) for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
-    length = q.shape[1]
-    windowed = window is not None and length > window
-    if sinks is None and not windowed:
-        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale)[0].transpose(0, 1)
-    allowed = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-    if windowed and window is not None:
-        allowed = allowed.triu(1 - window)
-    if sinks is None:
-        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=allowed, scale=scale)[0]
-        return out.transpose(0, 1)
-    logits = ((q @ k.transpose(1, 2)).float() * scale).masked_fill(~allowed, float("-inf"))
-    sink = sinks.float()[:, None, None].expand(-1, length, 1)
-    weights = torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
-    return (weights.to(v.dtype) @ v).transpose(0, 1)
+    return torch.cat([attend_segment(q[a:b], k[a:b], v[a:b], scale, window, sinks) for a, b in spans])
 
 
 # Only the attention function is registered. Without a mask function of this name transformers builds no mask at all;
