@@ -22,6 +22,7 @@ CHANGES = {
     "tokenizer": {"tokenizer": "COPY"},
     "init": {"init": "random"},
     "shape": {"shape": "num_hidden_layers=1"},
+    "rope": {"rope": "linear:2"},
     "trust_remote_code": {"trust_remote_code": True},
     "device": None,
     "dtype": {"dtype": "bf16" if pick_dtype("auto", torch.device("cpu")) == "fp32" else "fp32"},

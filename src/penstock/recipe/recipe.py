@@ -38,6 +38,9 @@ class Recipe:
     """`random` builds the architecture only, for benchmarks and tests."""
     shape: str | None = None
     """With --init random: changes to the architecture, such as num_hidden_layers=2,hidden_size=64."""
+    rope: str | None = None
+    """How examples go beyond the positions that the model knows: yarn:F or linear:F scale its rotary positions by F, in
+    the model that is exported too; as-is leaves them as they are. Without it such examples are refused."""
     trust_remote_code: bool = False
     """Run Python code that comes with a Hub model. Off, since it can do anything."""
     device: Literal["auto", "cuda", "cpu"] = "auto"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 TRACKERS = ("tensorboard", "wandb", "trackio")
 _WEIGHTS = re.compile(r"auto|resident|streamed|[1-9][0-9]*")
 _TILE = re.compile(r"auto|none|[1-9][0-9]*")
+_ROPE = re.compile(r"as-is|(yarn|linear):[0-9]+(\.[0-9]+)?")
 _INPUTS = re.compile(r"auto|kept|parked(:[1-9][0-9]*)?")
 _RECOMPUTE = re.compile(r"auto|none|(selected|full)(:[0-9]+)?")
 
@@ -63,6 +64,8 @@ def broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (0 <= r.seed < 2**32, "seed", "must be between 0 and 4294967295", "42 is the default."),
         (_RECOMPUTE.fullmatch(r.recompute) is not None, "recompute",
          "must be auto, none, selected, full, or one of the last two with a number of layers", "Such as selected:8."),
+        (r.rope is None or (_ROPE.fullmatch(r.rope) is not None and not r.rope.endswith(":0")), "rope",
+         "must be as-is, or yarn or linear with a factor", "Such as yarn:4."),
         (not r.shape or r.init == "random", "shape", "needs random weights", "Add --init random."),
         (0 < r.cpu_adam_cores <= 1, "cpu_adam_cores", "must be over 0 and at most 1", "It is a share of the cores."),
         (r.update != "in-backward" or not r.max_grad_norm, "update", "the global norm is not known in backward",
