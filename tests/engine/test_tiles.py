@@ -1,6 +1,7 @@
 """Steps in tiles: those of whole rows to rounding, and the same bits wherever weights and inputs are."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_native import TINY, step
 from test_streamed import DEVICES, assert_same, bits, build, micro_batches, recipe_of, run
 
+from penstock.engine.trial import drop_gradient
 from penstock.errors import ModelError, RecipeError
 
 FLOWS = [{"weights": "streamed"}, {"weights": "1", "inputs": "parked"}, {"order": "layers", "inputs": "parked"}]
@@ -84,3 +86,23 @@ def test_what_does_not_go_together_is_refused():
     engine.model.config._attn_implementation = "eager"
     with pytest.raises(ModelError, match="tiles need varlen"):
         engine.packed._try_layers(in_tiles=True)
+
+
+def test_a_trial_of_fewer_layers_runs_the_last_ones():
+    """And leaves all of them to the next step, with the bits of a run without a trial."""
+    recipe = tiled(weights="streamed", inputs="parked")
+    base = run(recipe)
+    engine = build(recipe)
+    layerwise, called = engine._layerwise, []
+    layers = engine.packed.decoder.layers
+    hooks = [layer.register_forward_hook(lambda layer, *_: called.append(layers.index(layer))) for layer in layers]
+    gradients = [p.register_post_accumulate_grad_hook(drop_gradient) for p in engine.model.parameters()]
+    with layerwise.fewer(1) as tried, engine.optimizer.accumulate():
+        assert tried == 1
+        layerwise.run(micro_batches(1)[:1], 1, nullcontext)
+    assert set(called) == {1}
+    for hook in (*hooks, *gradients):
+        hook.remove()
+    engine.release()
+    engine.drop_weights()
+    assert_same(run(recipe), base)

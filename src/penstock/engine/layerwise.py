@@ -75,6 +75,16 @@ class LayerByLayer:
         self._tied = bool(packed.decoder.tied)
         self._embedding = embedding_of(packed.decoder.backbone)
 
+    @contextmanager
+    def fewer(self, layers: int) -> Iterator[int]:
+        """For a trial: the last groups of layers only, about so many layers; how many they are."""
+        groups, size = self._groups, len(self._groups[0])
+        self._groups = groups[-max(1, layers // size) :]
+        try:
+            yield sum(map(len, self._groups))
+        finally:
+            self._groups = groups
+
     def run(
         self,
         batches: Sequence[MicroBatch],
@@ -99,11 +109,13 @@ class LayerByLayer:
     def _forward(self, batches: Sequence[MicroBatch]) -> list[_Pass]:
         if self._weights is not None:
             backward = [number for group in reversed(self._groups) for number in (*group[:-1], *reversed(group))]
-            self._weights.announce([*self._layers, *(self._layers[number] for number in backward)])
+            forward = [number for group in self._groups for number in group]
+            self._weights.announce([self._layers[number] for number in (*forward, *backward)])
         passes = [self._begin(batch) for batch in batches]
         saved = {group[0] for group in self._groups}
         with torch.no_grad():
-            for number, layer in enumerate(self._layers):
+            for number in (number for group in self._groups for number in group):
+                layer = self._layers[number]
                 with self._present(layer):
                     for place, one in enumerate(passes):
                         if number in saved:

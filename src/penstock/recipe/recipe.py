@@ -130,8 +130,10 @@ class Recipe:
     max_length: int = 4096
     """Tokens in a row; a longer example is handled by --too-long. 0: as many as the longest example has, up to 4096 and
     to what the model and the memory have room for."""
-    too_long: Literal["truncate", "drop", "refuse"] = "truncate"
-    """What happens to an example over max_length. Each is counted and reported."""
+    too_long: Literal["truncate", "split", "drop", "refuse"] = "truncate"
+    """What happens to an example over max_length. `split`: it becomes several, each of which begins with the last token
+    of the one before, so that every token is trained on as it would be. Examples and tokens are counted and reported.
+    """
     packing: bool = True
     """Put several examples into one row. --no-packing pads each to the longest of its micro-batch; where layers are
     compiled, as on a GPU, to max_length."""
