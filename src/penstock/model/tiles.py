@@ -157,7 +157,7 @@ class Tiled:
 
     def _asked(self, call: _Call) -> tuple[Any, ...]:
         """What attention is called with, beside queries, keys and values: of the layer, told by one token."""
-        asked: tuple[Any, ...] = self._parts.before(call.hidden[:, :1].detach(), *call.at(slice(0, 1)), stop=True)
+        asked: tuple[Any, ...] = self._parts.before(call.hidden[:, :1].detach(), *call.at(slice(0, 1)))
         return asked
 
     def _projected(self, call: _Call) -> list[Tensor]:
@@ -246,9 +246,9 @@ class _Parts:
         layer = self._layer()
         return layer if self._attempt is not None and layer is not None and layer.training else None
 
-    def before(self, hidden: Tensor, args: Any, kwargs: Any, *, stop: bool) -> Any:
+    def before(self, hidden: Tensor, args: Any, kwargs: Any) -> Any:
         """What attention is called with."""
-        asked = Before(stop)
+        asked = Before(stop=True)
         with suppress(Reached):
             self._plain(hidden, *args, segments=asked, **kwargs)
         (call,) = asked.calls
@@ -258,7 +258,7 @@ class _Parts:
         """Queries, keys and values of a tile."""
 
         def plain(*_: Any) -> list[Tensor]:
-            return list(self.before(hidden, args, kwargs, stop=True)[1:4])
+            return list(self.before(hidden, args, kwargs)[1:4])
 
         if (layer := self._trains) is None or self._attempt is None:
             return plain()
