@@ -19,7 +19,7 @@ measure() {  # NAME SECONDS STEPS RECIPE SETTINGS
   grep -E "tokens/s|planned|error|Error" "$OUT/$name.log" | tail -n 8 | cut -c1-220
 }
 
-LONG="weights=streamed inputs=parked order=layers tile=16384"
+LONG="order=layers tile=16384"
 for job in "$@"; do
   case $job in
     tests) timeout 580 python3 -m pytest -q -m gpu tests/engine/test_tiles.py tests/engine/test_streamed.py \
@@ -29,13 +29,13 @@ for job in "$@"; do
       measure today-131072 300 2 llama-8b "max_length=131072"
       measure today-262144 580 1 llama-8b "max_length=262144 order=layers inputs=parked tile=none" ;;
     tiles)
-      measure tiles-131072 300 2 llama-8b "max_length=131072 $LONG"
-      measure tiles-262144 580 1 llama-8b "max_length=262144 $LONG" ;;
-    long) measure long 595 1 llama-8b "max_length=393216 order=layers inputs=parked tile=16384" ;;
-    small) measure small 240 2 llama-8b "max_length=65536 gpu_memory=24GB $LONG" ;;
+      measure tiles-131072 300 2 llama-8b "max_length=131072 inputs=parked $LONG"
+      measure tiles-262144 580 1 llama-8b "max_length=262144 inputs=parked $LONG" ;;
+    long) measure long 595 1 llama-8b "max_length=393216 inputs=parked $LONG" ;;
+    small) measure small 240 2 llama-8b "max_length=65536 gpu_memory=24GB weights=streamed inputs=parked $LONG" ;;
     others)
-      measure gpt-oss 300 1 gpt-oss-20b "max_length=131072 states=bf16 $LONG"
-      measure qwen 300 1 qwen3-14b "max_length=131072 states=bf16 $LONG" ;;
+      measure gpt-oss 300 1 gpt-oss-20b "max_length=131072 states=bf16 weights=resident $LONG"
+      measure qwen 300 1 qwen3-14b "max_length=131072 states=bf16 weights=resident $LONG" ;;
     half) measure half 595 1 llama-8b "max_length=524288 weights=streamed inputs=parked:2 tile=16384 shape=num_hidden_layers=6" ;;
     plan)
       for length in 65536 131072 262144 393216 524288; do
