@@ -22,6 +22,7 @@ CHANGES = {
     "tokenizer": {"tokenizer": "COPY"},
     "init": {"init": "random"},
     "shape": {"shape": "num_hidden_layers=1"},
+    "rope": {"rope": "linear:2"},
     "trust_remote_code": {"trust_remote_code": True},
     "device": None,
     "dtype": {"dtype": "bf16" if pick_dtype("auto", torch.device("cpu")) == "fp32" else "fp32"},
@@ -35,6 +36,7 @@ CHANGES = {
     "weights": {"weights": "streamed"},
     "order": {"order": "layers"},
     "inputs": {"inputs": "parked"},
+    "tile": {"tile": "16"},
     "gpu_memory": None,
     "update": {"update": "in-backward"},
     "cpu_adam_cores": {"cpu_adam_cores": 1.0},
@@ -107,6 +109,7 @@ ALSO = {  # settings that both runs share
     "keep_best": {"validation": 0.1, "eval_every": 1, "keep": 1, **WRECKING},
     "patience": {"validation": 0.1, "eval_every": 1, **WRECKING},
     "inputs": {"weights": "streamed"},
+    "tile": {"order": "layers"},
     "epochs": {"max_steps": 0, "data_percent": 30.0, "epochs": 0.5},
 }
 SEEN = {  # where a change shows, if not in the steps or the answer
@@ -120,6 +123,7 @@ SEEN = {  # where a change shows, if not in the steps or the answer
     "weights": ["weights"],
     "order": ["kept_bytes"],
     "inputs": ["weights"],
+    "tile": ["kept_bytes"],
     "cpu_adam_cores": ["state"],
     "validation": ["evals"],
     "eval_data": ["evals"],

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from penstock.checkpoint.resume import (
+    AS_BEGUN,
     BY_CONTENT,
     FIXED,
     FREE,
+    Saved,
+    as_begun,
     find_start,
     goes_on_in,
     model_fingerprint,
@@ -18,7 +21,7 @@ from penstock.checkpoint.resume import (
     set_rng_state,
 )
 from penstock.errors import CheckpointError
-from penstock.recipe.recipe import FIELDS
+from penstock.recipe.recipe import FIELDS, Recipe, to_dict
 
 
 def draw():
@@ -82,3 +85,15 @@ def test_what_overwriting_would_remove_is_not_gone_on_from(tmp_path, place):
     for path in (run / place, disk):
         with pytest.raises(CheckpointError, match=r"in the directory that --overwrite clears\n.*Move it out"):
             find_start(run, str(path), overwrite=True)
+
+
+def test_a_run_goes_on_in_the_tiles_it_began_with():
+    def saved(recipe):
+        return Saved(None, None, recipe, 1, "", "", "", {})
+
+    begun = to_dict(Recipe(order="layers", tile="64"))
+    assert as_begun(Recipe(), saved(begun)).tile == "64"
+    assert as_begun(Recipe(tile="none"), saved(begun)).tile == "none", "unless another is asked for"
+    assert as_begun(Recipe(), saved({k: v for k, v in begun.items() if k != "tile"})).tile == "none", "before tiles"
+    assert as_begun(Recipe(), None) == Recipe()
+    assert "tile" in FREE & set(AS_BEGUN)

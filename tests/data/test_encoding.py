@@ -185,6 +185,29 @@ def test_too_long_drop(write, plain):
     assert (counts.kept, counts.truncated.count, counts.dropped["longer than max_length"].places) == (1, 0, ((0, 2),))
 
 
+@pytest.mark.parametrize("form", ["text", "conversation"])
+def test_too_long_split_loses_nothing_that_is_trained_on(write, plain, form):
+    """The same tokens, trained on as often: each once. What it does not use, and what truncating loses, is counted."""
+    row = {"text": "abcdefgh" * 10} if form == "text" else {"prompt": "why? " * 40, "completion": "because " * 20}
+    limit = 16 if form == "text" else 64
+    path = write([row, {**row, **({"text": "a"} if form == "text" else {"prompt": "a", "completion": "b"})}])
+    whole = store_of(path, plain)
+    ids, mask = whole.example(0)
+    split = store_of(path, plain, max_length=limit, too_long="split")
+    pieces = [split.example(i) for i in range(len(split) - 1)]
+    assert all(len(piece) <= limit for piece, _ in pieces)
+    trained = [token for piece, trains in pieces for token in piece[trains == 1].tolist()]
+    first = ids[mask == 1].tolist()
+    assert trained == first
+    assert split.counts.split.count == 1
+    assert split.counts.lost_tokens + sum(len(piece) for piece, _ in pieces) >= len(ids)
+    assert (split.counts.lost_tokens == 0) == (form == "text"), "a piece of the prompt alone teaches nothing"
+    truncated = store_of(path, plain, max_length=limit)
+    assert truncated.counts.lost_tokens == (len(ids) - limit if form == "text" else len(ids))
+    assert store_of(path, plain, max_length=limit, too_long="drop").counts.lost_tokens == len(ids)
+    assert any("--too-long split keeps" in line for line in notes(truncated))
+
+
 def test_too_long_refuse(write, plain):
     path = write([{"text": "a"}, {"text": "x" * 100}])
     with pytest.raises(DataError, match="101 tokens, over max_length 16") as caught:

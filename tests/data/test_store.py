@@ -289,4 +289,5 @@ def test_counts_survive_the_cache(write, plain):
         f"1 truncated: {path}:3",
         f"1 without a trained end token: {path}:3",
         f"1 dropped, empty text: {path}:2",
+        "50 tokens of examples over max_length not used; --too-long split keeps what is trained on",
     ]

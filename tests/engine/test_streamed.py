@@ -11,12 +11,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_native import TINY, step, tiny
 
 from penstock.engine.native import NativeEngine
+from penstock.engine.parked import ParkedInputs
 from penstock.engine.ranks import ALONE
 from penstock.engine.trial import full_batch
 from penstock.engine.weights import load_to_stream, streams
 from penstock.errors import RecipeError
 from penstock.flow.unit_slots import UnitSlots
 from penstock.model.load import load_config, load_model
+from penstock.plan.layout import parked_bytes
 
 GPU = pytest.param(
     "cuda",
@@ -100,6 +102,26 @@ def test_layers_before_rows_in_every_format_and_update(states, clip, device):
     base = run(recipe_of(order="layers", **changes), device)
     for name, flow in FLOWS.items():
         assert_same(run(recipe_of(**changes, **flow), device), base), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inputs_of_every_other_layer(device, monkeypatch):
+    """Layers between are computed again together: the same bits, from fewer inputs and slots than layers."""
+    shape = tiny("llama-8b").shape.replace("num_hidden_layers=2", "num_hidden_layers=7")
+    base = run(recipe_of(order="layers", shape=shape), device, steps=2)
+    saved, save = [], ParkedInputs.save
+    monkeypatch.setattr(ParkedInputs, "save", lambda self, key, hidden: (saved.append(key), save(self, key, hidden)))
+    for every, count in ((2, 4), (5, 2)):
+        for flow in ({"weights": "streamed"}, {"weights": "3", "order": "rows"}):
+            saved.clear()
+            ours = run(recipe_of(shape=shape, inputs=f"parked:{every}", **flow), device, steps=2)
+            if flow.get("order") != "rows":
+                assert_same(ours, base)
+            assert len(saved) == 2 * 4 * count, "of every step and row"
+    engine = build(recipe_of(shape=shape, order="layers", inputs="parked:2"), device)
+    held = next(use.num_bytes for use in engine.memory() if use.part == "parked inputs")
+    assert held == parked_bytes(4, 4, 12 * 32, 2)
+    engine.release()
 
 
 @pytest.mark.slow

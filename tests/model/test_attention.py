@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.errors import ModelError
-from penstock.model.attention import VARLEN, Segments, _attend, attention_inputs, stock_attention, use_attention
+from penstock.model.attention import VARLEN, Segments, attend, attention_inputs, stock_attention, use_attention
 from penstock.model.decoder import find_decoder
 from penstock.model.loss import packed_loss
 
@@ -174,7 +174,7 @@ def test_attention_is_its_definition(lengths, window, sink, kv_heads):
     q, k, v = (torch.randn(1, heads, total, 6) for heads in (4, kv_heads, kv_heads))
     sinks = torch.randn(4) if sink else None
     segments = Segments.of(boundaries, CPU)
-    out, _ = _attend(torch.nn.Module(), q, k, v, None, sliding_window=window, s_aux=sinks, segments=segments)
+    out, _ = attend(torch.nn.Module(), q, k, v, None, sliding_window=window, s_aux=sinks, segments=segments)
     flat = (x[0].transpose(0, 1) for x in (q, k, v))
     expected = plain_attention(*flat, boundaries, window, sinks)
     torch.testing.assert_close(out[0].double(), expected, rtol=0, atol=1e-5)
@@ -208,7 +208,7 @@ def test_gpu_kernels_equal_the_definition(head_dim, window, sink, boundaries):
     results = []
     for tensors in (low, high):
         s = sinks.clone().to(tensors["q"].dtype).requires_grad_() if sinks is not None else None
-        out, _ = _attend(torch.nn.Module(), *tensors.values(), None, sliding_window=window, s_aux=s, segments=segments)
+        out, _ = attend(torch.nn.Module(), *tensors.values(), None, sliding_window=window, s_aux=s, segments=segments)
         (out.float() * torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)).sum().backward()
         grads = [x.grad for x in tensors.values()] + ([s.grad] if s is not None else [])
         results.append([out.detach(), *grads])

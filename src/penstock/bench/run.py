@@ -219,7 +219,9 @@ def our_rows(case: Case, wanted: list[Recipe], steps: int, say: Say) -> Iterator
     recipe, device, config = case.recipe, case.device, load_config(case.recipe)
     say(f"building {recipe.model} with random weights")
     batches = [full_batch(rows, recipe.max_length, config.get_text_config().vocab_size) for rows in split_batch(recipe)]
-    resident = dataclasses.replace(recipe, weights="resident", order="rows", inputs="auto", gpu_memory="auto")
+    resident = dataclasses.replace(
+        recipe, weights="resident", order="rows", inputs="auto", tile="auto", gpu_memory="auto"
+    )
     activations: int | None = None
     model: PreTrainedModel | None = None
     try:

@@ -55,7 +55,7 @@ NEWEST = "newest"
 FREE = {
     "name", "output_dir", "device", "recompute", "skip_limit", "eval_every", "log_every", "save_every", "keep",
     "keep_best", "patience", "prompt", "trust_remote_code", "mode", "homes", "update", "cpu_adam_cores",
-    "weights", "order", "inputs", "gpu_memory", "track", "project", "tags",
+    "weights", "order", "inputs", "tile", "gpu_memory", "track", "project", "tags",
     "offload_ratio", "bucket_size", "param_offload", "nvme_path", "leaf_module", "bind_cores",
 }  # fmt: skip
 """Fields that may change when a run goes on."""
@@ -64,8 +64,8 @@ BY_CONTENT = {"model", "revision", "tokenizer", "data", "data_split", "eval_data
 FIXED = {"dtype", "init", "shape", "states", "engine"}
 """Fields that decide what tensors there are; no flag makes these fit."""
 AS_BEGUN: dict[str, object] = {
-    "dtype": "auto", "recompute": "auto", "weights": "auto", "order": "auto", "inputs": "auto", "max_length": 0,
-    "micro_batch_size": 0,
+    "dtype": "auto", "recompute": "auto", "weights": "auto", "order": "auto", "inputs": "auto", "tile": "auto",
+    "max_length": 0, "micro_batch_size": 0,
 }  # fmt: skip
 """Fields that are not chosen anew where nobody says anything, and how that is written: compiled layers may round in
 another order with another recompute, and another machine may have room for other rows."""
@@ -263,10 +263,10 @@ class Difference:
 
 def as_begun(recipe: Recipe, saved: Saved | None) -> Recipe:
     """A resumed run goes on with what `auto` was when it began, as another machine may choose otherwise."""
-    begun = {name: value for name, value in (saved.recipe if saved else {}).items() if name in AS_BEGUN}
-    return dataclasses.replace(
-        recipe, **{name: value for name, value in begun.items() if getattr(recipe, name) == AS_BEGUN[name]}
-    )
+    recipe_then = {"tile": "none", **saved.recipe} if saved else {}  # of an earlier version, which had no tiles
+    begun = {name: value for name, value in recipe_then.items() if name in AS_BEGUN}
+    free = {name: value for name, value in begun.items() if getattr(recipe, name) == AS_BEGUN[name]}
+    return dataclasses.replace(recipe, **free)
 
 
 def was_compiled(saved: Saved | None) -> bool:

@@ -50,7 +50,7 @@ class Coder:
         self._template, self._tokenizer = Template(facts, recipe, form), facts.tokenizer
         self._file_numbers = {file: i for i, file in enumerate(files)}
         self._columns = parse_columns(recipe.columns) or ()
-        self._splits = form == "text" and recipe.split_documents == "length"
+        self._splits = recipe.too_long == "split" or (form == "text" and recipe.split_documents == "length")
 
     def encode(self, piece: Piece) -> Encoded:
         """All of a piece."""
@@ -118,27 +118,31 @@ class Coder:
         tally.longest = max(tally.longest, len(tokens))
         too_long = len(tokens) > limit
         if too_long and policy == "refuse":
-            remedy = "Raise --max-length, or let --too-long truncate or drop it."
+            remedy = "Raise --max-length, or let --too-long split, truncate or drop it."
             raise DataError(f"{len(tokens)} tokens, over max_length {limit}", where=row.where, remedy=remedy)
         if too_long and policy == "drop":
             tally.dropped["longer than max_length"].add(self._place(row))
+            tally.lost_tokens += len(tokens)
             return None
         mask[:1] = b"\x00"
         del mask[limit:]
         if 1 not in mask:
             reason = "response begins beyond max_length" if too_long else "no token to train on"
             tally.dropped[reason].add(self._place(row))
+            tally.lost_tokens += len(tokens) if too_long else 0
             return None
         if too_long:
             tally.truncated.add(self._place(row))
+            tally.lost_tokens += len(tokens) - limit
         if last >= limit or tokens[last] not in self._template.special_ids:
             tally.unended.add(self._place(row))
         return mask
 
     def _split(self, row: Row, tokens: list[int], mask: bytearray, part: _Part) -> None:
-        """A long document as several examples.
+        """A long document or conversation as several examples.
 
-        Each begins with the last token of the one before, which is trained on there: so every token is, once.
+        Each begins with the last token of the one before, which is trained on there: so every token is, once. A piece
+        without a token to train on would teach nothing, and is left out.
         """
         limit = self._recipe.max_length
         part.tally.longest = max(part.tally.longest, len(tokens))
@@ -146,6 +150,9 @@ class Coder:
         for start in range(0, len(tokens) - 1, limit - 1):
             cut = mask[start : start + limit]
             cut[:1] = b"\x00"
+            if 1 not in cut:
+                part.tally.lost_tokens += len(cut) - (start > 0)  # the first is the last of the piece before
+                continue
             part.add(tokens[start : start + limit], cut, self._place(row))
 
     def _place(self, row: Row) -> tuple[int, int]:

@@ -28,6 +28,8 @@ class Counts:
     longest: int
     """Tokens of the longest example, before truncation."""
     max_token_id: int
+    lost_tokens: int
+    """Of examples over max_length: cut off, dropped with them, or in a piece of them that has no token to train on."""
     truncated: Noted
     unended: Noted
     """Kept examples whose last response lost its end token to truncation."""
@@ -64,7 +66,7 @@ class Noting:
         return Noted(self.count, tuple(self.places))
 
 
-_SUMS = ("rows", "kept", "tokens", "trained_tokens")
+_SUMS = ("rows", "kept", "tokens", "trained_tokens", "lost_tokens")
 _LARGEST = ("longest", "max_token_id")
 NOTES = ("truncated", "unended", "spelled", "split")
 NAMED_NOTES = ("dropped", "unused")
@@ -84,6 +86,7 @@ class Tally:
     trained_tokens: int = 0
     longest: int = 0
     max_token_id: int = 0
+    lost_tokens: int = 0
     truncated: Noting = field(default_factory=Noting)
     unended: Noting = field(default_factory=Noting)
     spelled: Noting = field(default_factory=Noting)

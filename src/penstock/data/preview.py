@@ -104,6 +104,7 @@ def _store_summary(store: Store) -> dict[str, object]:
         "rows": counts.rows,
         "kept": counts.kept,
         "longest": counts.longest,
+        "lost_tokens": counts.lost_tokens,
         **{name: note.count for name, note in noted.items()},
         "dropped": _noted(store, counts.dropped),
         "unused": _noted(store, counts.unused),

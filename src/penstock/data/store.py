@@ -40,7 +40,7 @@ from penstock.recipe.recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = 4
+_VERSION = 5
 _FIELDS = (
     "data_format", "columns", "split_documents", "template", "end_token", "train_on_prompt", "max_length", "too_long",
 )  # fmt: skip
@@ -97,6 +97,9 @@ def notes(store: Store) -> list[str]:
     }
     noted |= {f"dropped, {reason}": note for reason, note in counts.dropped.items()}
     lines = [f"{note.count:,} {what}: {describe(note, files)}" for what, note in noted.items() if note.count]
+    if counts.lost_tokens:
+        lines.append(f"{counted(counts.lost_tokens, 'token')} of examples over max_length not used; "
+                     "--too-long split keeps what is trained on")  # fmt: skip
     return [*lines, f"not used: {unused}"] if (unused := unused_columns(store)) else lines
 
 

@@ -1,13 +1,15 @@
 """Forward and backward layer by layer: all micro-batches pass a layer before the next one begins.
 
 Autograd does not see the layers at once: each is computed again in backward from its saved input, and its backward runs
-alone, so that its weights need not be on the device before or after, and its gradients are final when it ends. What is
+alone, so that its weights need not be on the device before or after, and its gradients are final when it ends. Where
+inputs are saved of every n-th layer only, backward first computes those of the layers between, n at a time. What is
 around the layers is the model's own code. It is run twice for every micro-batch, with layers that only listen: once to
 learn what each layer is called with, and once from the last layer's result on, to the loss.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from penstock.engine.weights import StreamedWeights
 from penstock.errors import ModelError
 from penstock.flow.timeline import Timeline
 from penstock.model.loss import forward_replaced
+from penstock.model.tiles import Tiled
 
 Held = Callable[[], AbstractContextManager[None]]
 
@@ -54,14 +57,33 @@ class LayerByLayer:
     """Losses and gradients of the micro-batches of a step."""
 
     def __init__(
-        self, packed: PackedModel, weights: StreamedWeights | None, inputs: SavedInputs, timeline: Timeline
+        self,
+        packed: PackedModel,
+        weights: StreamedWeights | None,
+        inputs: SavedInputs,
+        timeline: Timeline,
+        every: int = 1,
     ) -> None:
+        """`every`: layers from one saved input to the next."""
         self._packed, self._weights, self.inputs, self.timeline = packed, weights, inputs, timeline
         self._layers = packed.decoder.layers
+        count = len(self._layers)
+        self._groups = [range(first, min(first + every, count)) for first in range(0, count, every)]
+        """Layers by number, with an input saved of the first of each."""
         self._list = _list_of(packed.decoder.backbone, self._layers)
         # Of a tied weight the head's gradient comes first and the embedding's last.
         self._tied = bool(packed.decoder.tied)
         self._embedding = embedding_of(packed.decoder.backbone)
+
+    @contextmanager
+    def fewer(self, layers: int) -> Iterator[int]:
+        """For a trial: the last groups of layers only, about so many layers; how many they are."""
+        groups, size = self._groups, len(self._groups[0])
+        self._groups = groups[-max(1, layers // size) :]
+        try:
+            yield sum(map(len, self._groups))
+        finally:
+            self._groups = groups
 
     def run(
         self,
@@ -86,13 +108,18 @@ class LayerByLayer:
 
     def _forward(self, batches: Sequence[MicroBatch]) -> list[_Pass]:
         if self._weights is not None:
-            self._weights.announce([*self._layers, *reversed(self._layers)])
+            backward = [number for group in reversed(self._groups) for number in (*group[:-1], *reversed(group))]
+            forward = [number for group in self._groups for number in group]
+            self._weights.announce([self._layers[number] for number in (*forward, *backward)])
         passes = [self._begin(batch) for batch in batches]
+        saved = {group[0] for group in self._groups}
         with torch.no_grad():
-            for number, layer in enumerate(self._layers):
+            for number in (number for group in self._groups for number in group):
+                layer = self._layers[number]
                 with self._present(layer):
                     for place, one in enumerate(passes):
-                        self.inputs.save((number, place), one.hidden)
+                        if number in saved:
+                            self.inputs.save((number, place), one.hidden)
                         one.hidden = _called(layer, one.hidden, one.calls[number])
         return passes
 
@@ -100,18 +127,20 @@ class LayerByLayer:
         self, passes: list[_Pass], trained: int, held: Held, done: Callable[[nn.Module], None] | None
     ) -> Tensor:
         last = done is not None
-        numbers = range(len(self._layers))
-        keys = [(number, place) for number in reversed(numbers) for place in range(len(passes))]
-        self.inputs.announce(keys)
+        self.inputs.announce((group[0], place) for group in reversed(self._groups) for place in range(len(passes)))
         total = self._loss(passes, trained, held, last=last)
-        for number in reversed(numbers):
-            layer = self._layers[number]
-            with self._present(layer, stale=True):
-                for place, one in enumerate(passes):
-                    with self._final(held, last and place == len(passes) - 1):
-                        one.hidden = self._gradient(layer, self.inputs.take((number, place)), one, number)
-                if done is not None:
-                    done(layer)
+        for group in reversed(self._groups):
+            between = self._between(passes, group)
+            for number in reversed(group):
+                layer = self._layers[number]
+                with self._present(layer, stale=True):
+                    for place, one in enumerate(passes):
+                        key = (number, place)
+                        with self._final(held, last and place == len(passes) - 1):
+                            hidden = between.pop(key) if key in between else self.inputs.take(key)
+                            one.hidden = self._gradient(layer, hidden, one, number)
+                    if done is not None:
+                        done(layer)
         for place, one in enumerate(passes):
             if one.embedded.requires_grad:
                 with self._final(held, last and place == len(passes) - 1):
@@ -120,6 +149,19 @@ class LayerByLayer:
         with self._final(held, last):
             self._embedding_backward([pair for one in passes for pair in one.looked_up])
         return total
+
+    @torch.no_grad()
+    def _between(self, passes: Sequence[_Pass], group: range) -> dict[tuple[int, int], Tensor]:
+        """Inputs of the layers of a group, computed again from that of the first. Of one layer: it is still saved."""
+        found: dict[tuple[int, int], Tensor] = {}
+        for number in group[:-1]:
+            layer = self._layers[number]
+            with self._present(layer):
+                for place, one in enumerate(passes):
+                    if number == group[0]:
+                        found[number, place] = self.inputs.take((number, place))
+                    found[number + 1, place] = _called(layer, found[number, place], one.calls[number])
+        return found
 
     def _embedding_backward(self, looked_up: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Of all micro-batches at once: one gradient of the whole table, instead of one each and their sum in fp32."""
@@ -219,6 +261,9 @@ class LayerByLayer:
 
     def _gradient(self, layer: nn.Module, hidden: Tensor, one: _Pass, number: int) -> Tensor:
         """Compute the layer again, then backward through it alone; the gradient of its input."""
+        if isinstance(layer.forward, Tiled):
+            with forward_replaced(layer, functools.partial(layer.forward.gradient, one.hidden)):
+                return _called(layer, hidden, one.calls[number])
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad():
             result = _called(layer, hidden, one.calls[number])

@@ -33,7 +33,7 @@ from penstock.offload.trained import find_trained
 from penstock.plan.layout import FORMATS
 from penstock.plan.split import Manner
 from penstock.recipe.lists import parse_homes
-from penstock.recipe.recipe import Recipe
+from penstock.recipe.recipe import Recipe, inputs_every
 from penstock.update.master import round_to_bf16_
 
 
@@ -63,7 +63,8 @@ class NativeEngine:
         self._layerwise = None
         if one_by_one:
             inputs = saved_inputs(self.packed, recipe, link)
-            self._layerwise = LayerByLayer(self.packed, self._weights, inputs, link.streams.timeline)
+            every = inputs_every(recipe.inputs)
+            self._layerwise = LayerByLayer(self.packed, self._weights, inputs, link.streams.timeline, every)
             if isinstance(inputs, ParkedInputs):
                 say(f"{inputs.arena.num_bytes / 1e9:,.2f} GB of host memory for inputs that are parked")
         behaviour = Behaviour(

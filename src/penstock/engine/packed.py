@@ -19,8 +19,9 @@ from penstock.model.compiled import set_compile
 from penstock.model.decoder import find_decoder
 from penstock.model.loss import call_as, check_logits, head_loss, hidden_states
 from penstock.model.recompute import set_recompute
+from penstock.model.tiles import check_tiles, set_tiles
 from penstock.model.unneeded import keep_last_products, leave_out_last_product
-from penstock.recipe.recipe import Recipe, recompute_by_layer
+from penstock.recipe.recipe import Recipe, recompute_by_layer, tile_tokens
 
 
 @dataclass(frozen=True)
@@ -44,20 +45,25 @@ class PackedModel:
         use_attention(model, recipe.attention)
         check_logits(model, self.decoder)
         layers, compiled = self.decoder.layers, pick_compile(recipe, self.device)
+        tile = tile_tokens(recipe) if one_by_one else 0
+        set_tiles(layers, 0, say)
         keep_last_products(layers)
         if one_by_one:
             set_compile(layers, False, say)
             set_recompute(layers, recompute_by_layer("none", len(layers)))
-            self._try_layers()
+            self._try_layers(in_tiles=tile > 0)
         chosen = recompute_by_layer("none" if one_by_one else recipe.recompute, len(layers))
         set_recompute(layers, recompute_by_layer("none", len(layers)))
-        set_recompute(layers, set_compile(layers, compiled, say, chosen, forward_too=one_by_one))
+        set_recompute(layers, set_compile(layers, compiled and not tile, say, chosen, forward_too=one_by_one))
+        set_tiles(layers, tile, say, compiled=compiled)
         model.train()
 
-    def _try_layers(self) -> None:
-        """See, on a few tokens, of which layers the last product need not be computed again."""
+    def _try_layers(self, *, in_tiles: bool) -> None:
+        """See, on a few tokens, of which layers the last product need not be computed again, and whether tiles hold."""
 
         def called(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if in_tiles:
+                check_tiles(layer, args, kwargs)
             leave_out_last_product(layer, args, kwargs)
 
         hooks = [layer.register_forward_pre_hook(called, with_kwargs=True) for layer in self.decoder.layers]

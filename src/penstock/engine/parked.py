@@ -16,7 +16,7 @@ from penstock.flow.lanes import Mark
 from penstock.flow.transfers import NOW, Link
 from penstock.machine.hardware import near_cores
 from penstock.plan.layout import PREFETCHED_INPUTS, padded, parked_bytes
-from penstock.recipe.recipe import Recipe
+from penstock.recipe.recipe import Recipe, inputs_every
 
 Key = tuple[int, int]
 """Of a layer and a micro-batch."""
@@ -145,11 +145,12 @@ class ParkedInputs:
 
 def saved_inputs(packed: PackedModel, recipe: Recipe, link: Link) -> SavedInputs:
     """Kept, or parked with room for the longest rows of a step."""
-    if recipe.inputs != "parked":
+    if not recipe.inputs.startswith("parked"):
         return KeptInputs()
     config, rows = packed.model.config.get_text_config(), recipe.batch_size
     if recipe.order == "rows":
         rows = recipe.rows_at_once
     width = 2 if recipe.dtype == "bf16" else 4
-    num_bytes = parked_bytes(len(packed.decoder.layers), rows, recipe.max_length * config.hidden_size, width)
+    count = -(-len(packed.decoder.layers) // inputs_every(recipe.inputs))
+    num_bytes = parked_bytes(count, rows, recipe.max_length * config.hidden_size, width)
     return ParkedInputs(num_bytes, link, near_cores(packed.device))

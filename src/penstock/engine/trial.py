@@ -17,13 +17,18 @@ from torch.distributed.fsdp import FSDPModule
 from penstock.data.loader import MicroBatch
 from penstock.engine.layerwise import LayerByLayer
 from penstock.engine.packed import PackedModel
+from penstock.engine.parked import KeptInputs
 from penstock.engine.ranks import World
 from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.hardware import pick_compile
 from penstock.offload.dtensors import all_say, is_streamed, local
+from penstock.plan.job import LONG_ROW
 from penstock.plan.layout import UNIT_SLOTS
 from penstock.plan.split import Manner, Profile
 from penstock.recipe.recipe import Recipe
+
+TRIED_LAYERS = 2
+"""Of a model whose rows are long."""
 
 
 class _Watch:
@@ -87,7 +92,8 @@ def try_once(
     if packed.device.type != "cuda":
         return unknown
     if layerwise is not None:
-        return _try_layers(packed, recipe, layerwise)
+        long = recipe.max_length >= LONG_ROW
+        return (_try_few_layers if long else _try_layers)(packed, recipe, layerwise)
     vocab_size = packed.model.config.get_text_config().vocab_size
     batch = full_batch(recipe.rows_on(world.size), recipe.max_length, vocab_size)
     parameters = [p for p in packed.model.parameters() if p.requires_grad]
@@ -142,6 +148,30 @@ def _try_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer) ->
         kept = peaks.of(functools.partial(layerwise.run, batches, 1, nullcontext))
     packed.model.zero_grad()
     forward, backward = (sum(s.end - s.start for s in spans if s.lane == lane) for lane in ("forward", "backward"))
+    return Profile(taken, kept, forward_seconds=forward, backward_seconds=backward, start_seconds=start_seconds)
+
+
+def _try_few_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer) -> Profile:
+    """The same with the last few layers, for rows whose whole step takes minutes: layers take alike."""
+    vocab_size, layers = packed.model.config.get_text_config().vocab_size, len(packed.decoder.layers)
+    batch = full_batch(recipe.rows_at_once, recipe.max_length, vocab_size)
+    together = -(-recipe.batch_size // recipe.rows_at_once) if recipe.order != "rows" else 1
+    parameters = [p for p in packed.model.parameters() if p.requires_grad]
+    peaks, began = _LayerPeaks(packed, several=together > 1), time.perf_counter()
+    with _told(parameters, drop_gradient), layerwise.fewer(TRIED_LAYERS) as tried:
+        for batches in ([batch], [batch]):  # the first, for what is compiled
+            start_seconds = time.perf_counter() - began
+            layerwise.timeline.start()
+            taken = peaks.of(functools.partial(layerwise.run, batches, 1, nullcontext))
+            spans = layerwise.timeline.stop()
+    packed.model.zero_grad()
+    one = batch.input_ids.numel() * packed.model.config.get_text_config().hidden_size * packed.model.dtype.itemsize
+    taken += 2 * (together - 1) * one  # what the other micro-batches gave, and what they began with
+    if isinstance(layerwise.inputs, KeptInputs):
+        taken += (layers * together - tried) * one
+    kept = taken + sum(p.nbytes for p in parameters if not is_streamed(p))
+    seconds = {lane: sum(s.end - s.start for s in spans if s.lane == lane) for lane in ("forward", "backward")}
+    forward, backward = (seconds[lane] * together * layers / tried for lane in ("forward", "backward"))
     return Profile(taken, kept, forward_seconds=forward, backward_seconds=backward, start_seconds=start_seconds)
 
 

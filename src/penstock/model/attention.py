@@ -22,7 +22,7 @@ import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -32,6 +32,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from penstock.errors import ModelError
+from penstock.model.segment_attention import attend_segment
 from penstock.model.sinks import flash_with_sinks
 
 VARLEN = "penstock_varlen"
@@ -43,6 +44,9 @@ _MASKED_ONLY = ("stablelm", "gptj")
 _FLASH_HEAD_DIM = 256
 """The largest head that the flash kernels take."""
 
+
+_MOST_ELEMENTS = 2**31
+"""Of queries in one call of a kernel, which may count in 32 bits: 524,288 tokens of llama-8b are as many."""
 
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 """Fewer key than query heads must be allowed by name since torch 2.13; before, the kernel simply took them."""
@@ -224,16 +228,37 @@ def _mask(
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
+@dataclass
+class Before:
+    """In the place of segments: what attention is called with is noted, and nothing is attended to."""
+
+    stop: bool
+    """Leave the layer there. Compiled code cannot, and need not: what is not used of it is not computed."""
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    """The arguments of `attend`, the last of them a dictionary of those by name."""
+
+
+@dataclass
+class After:
+    """In the place of segments: what attention gave, for these tokens of a longer row."""
+
+    result: Tensor
+
+
+class Reached(Exception):
+    """A layer has called its attention, and nothing after that is wanted."""
+
+
 class _Asked(TypedDict, total=False):
     """What else models hand to their attention, as far as it is read here."""
 
-    segments: Segments
+    segments: Segments | Before | After
     sliding_window: int | None
     s_aux: Tensor | None
     """A sink a head (gpt-oss)."""
 
 
-def _attend(
+def attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -247,19 +272,44 @@ def _attend(
     _refuse_call(module, attention_mask, dropout, asked)
     segments, sliding_window, sinks = asked["segments"], asked.get("sliding_window"), asked.get("s_aux")
     rows, heads, length, head_dim = query.shape
+    if isinstance(segments, After):
+        return segments.result, None
+    if isinstance(segments, Before):
+        segments.calls.append((module, query, key, value, attention_mask, scaling, dropout, asked))
+        if segments.stop:
+            raise Reached
+        return query.new_zeros(rows, length, heads, value.shape[-1]), None
     q, k, v = (x.transpose(1, 2).reshape(rows * length, -1, x.shape[-1]) for x in (query, key, value))
     scale = head_dim**-0.5 if scaling is None else scaling
     half = query.dtype in (torch.bfloat16, torch.float16)
     # A bound that is the same for every packing, or each longest segment would be compiled for.
     longest = length if torch.compiler.is_compiling() else segments.max_length
     windowed = sliding_window is not None and sliding_window < longest
-    if segments.alike and not windowed and sinks is None:
-        out = _rows(q, k, v, segments.max_length, scale)
-    elif query.is_cuda and half and value.shape[-1] == head_dim <= _FLASH_HEAD_DIM:
-        out = _flash(q, k, v, segments.offsets, longest, scale, sliding_window if windowed else None, sinks)
+
+    def some_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        if segments.alike and not windowed and sinks is None:
+            return _rows(q, k, v, segments.max_length, scale)
+        if query.is_cuda and half and value.shape[-1] == head_dim <= _FLASH_HEAD_DIM:
+            return _flash(q, k, v, segments.offsets, longest, scale, sliding_window if windowed else None, sinks)
+        out: Tensor = _one_by_one(q, k, v, segments, scale, sliding_window, sinks)
+        return out
+
+    if q.numel() < _MOST_ELEMENTS:
+        out = some_heads(q, k, v, sinks)
     else:
-        out = _one_by_one(q, k, v, segments, scale, sliding_window, sinks)
+        out = torch.cat([some_heads(*group) for group in _groups(q, k, v, sinks)], dim=1)
     return out.view(rows, length, heads, -1), None
+
+
+def _groups(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """As few groups of heads as have no more elements each than a kernel takes. Heads do not meet: no bit changes."""
+    kv_heads = k.shape[1]
+    fitting = (n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and q.numel() // n < _MOST_ELEMENTS)
+    count = next(fitting, kv_heads)
+    of_sinks = sinks.chunk(count) if sinks is not None else [None] * count
+    return list(zip(*(x.chunk(count, dim=1) for x in (q, k, v)), of_sinks, strict=True))
 
 
 def _refuse_call(module: nn.Module, mask: Tensor | None, dropout: float, kwargs: Mapping[str, object]) -> None:
@@ -315,29 +365,9 @@ def _one_by_one(
 ) -> Tensor:
     """Segment by segment."""
     spans = itertools.pairwise(segments.boundaries)
-    return torch.cat([_one(q[a:b], k[a:b], v[a:b], scale, window, sinks) for a, b in spans])
-
-
-def _one(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None) -> Tensor:
-    """One segment, (tokens, heads, head size) in and out."""
-    groups = q.shape[1] // k.shape[1]
-    q, k, v = (x.transpose(0, 1) for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
-    length = q.shape[1]
-    windowed = window is not None and length > window
-    if sinks is None and not windowed:
-        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale)[0].transpose(0, 1)
-    allowed = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-    if windowed and window is not None:
-        allowed = allowed.triu(1 - window)
-    if sinks is None:
-        out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=allowed, scale=scale)[0]
-        return out.transpose(0, 1)
-    logits = ((q @ k.transpose(1, 2)).float() * scale).masked_fill(~allowed, float("-inf"))
-    sink = sinks.float()[:, None, None].expand(-1, length, 1)
-    weights = torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
-    return (weights.to(v.dtype) @ v).transpose(0, 1)
+    return torch.cat([attend_segment(q[a:b], k[a:b], v[a:b], scale, window, sinks) for a, b in spans])
 
 
 # Only the attention function is registered. Without a mask function of this name transformers builds no mask at all;
 # with one it would first look for packed rows in the position ids, and the host would wait for the GPU in each forward.
-AttentionInterface.register(VARLEN, _attend)
+AttentionInterface.register(VARLEN, attend)

@@ -60,37 +60,58 @@ def set_compile(
             del layer.forward
             if layer.forward != forward.plain:
                 layer.forward = forward.plain
-        for experts in _experts(layer):
+        for experts in experts_of(layer):
             vars(experts).pop("forward", None)
     if not on:
         return list(chosen)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir("compiled")))  # the default is emptied with /tmp
-    torch._dynamo.config.recompile_limit = _MOST_GRAPHS
-    # It warns of operations in place in what is computed again; compiled code has none.
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    attempt, left = _Attempt(say), list[Recompute]()
+    prepare_compiler()
+    attempt, left = Attempt(say), list[Recompute]()
     for layer, recompute in zip(layers, chosen, strict=True):
-        for experts in _experts(layer):
-            experts.forward = torch.compiler.disable(experts.forward)
+        leave_out_experts(layer)
         whole = _in_one_piece(layer)
         layer.forward = _Compiled(layer, attempt, recompute if whole else None, forward_too=forward_too)
         left.append("none" if whole or recompute == "none" else "full")
     return left
 
 
+def prepare_compiler() -> None:
+    """Settings of torch's compiler that all layers share."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir("compiled")))  # the default is emptied with /tmp
+    torch._dynamo.config.recompile_limit = _MOST_GRAPHS
+    # It warns of operations in place in what is computed again; compiled code has none.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+
+def leave_out_experts(layer: nn.Module) -> None:
+    """The experts of a layer run as they are written."""
+    for experts in experts_of(layer):
+        experts.forward = torch.compiler.disable(experts.forward)
+
+
 @dataclass
-class _Attempt:
+class Attempt:
     """What all layers know of the compiler: whether it failed."""
 
     say: Say
     failed: bool = False
+
+    def call(self, compiled: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compiled, or as it is written once the compiler has failed."""
+        if not self.failed:
+            try:
+                return compiled(*args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as error:  # not what the model itself may raise
+                first = str(error).strip().splitlines()[0]
+                self.failed = True
+                self.say(f"layers run uncompiled, which is slower: the compiler failed ({first})")
+        return plain(*args, **kwargs)
 
 
 class _Compiled:
     """A forward that is compiled where gradients are wanted."""
 
     def __init__(
-        self, layer: nn.Module, attempt: _Attempt, recompute: Recompute | None, *, forward_too: bool = False
+        self, layer: nn.Module, attempt: Attempt, recompute: Recompute | None, *, forward_too: bool = False
     ) -> None:
         """`recompute`: what is computed again, if the compiler sees the whole layer."""
         self.plain, self._attempt, self._layer = layer.forward, attempt, weakref.ref(layer)
@@ -116,28 +137,20 @@ class _Compiled:
             if self._forward is None or self._attempt.failed or layer is None or not layer.training:
                 return self.plain(*args, **kwargs)
             compiled = self._forward
-        if self._attempt.failed:
-            return self._uncompiled(*args, **kwargs)
-        try:
-            return compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:  # not what the model itself may raise
-            first = str(error).strip().splitlines()[0]
-            self._attempt.failed = True
-            self._attempt.say(f"layers run uncompiled, which is slower: the compiler failed ({first})")
-            return self._uncompiled(*args, **kwargs)
+        return self._attempt.call(compiled, self._uncompiled, *args, **kwargs)
 
 
 def _in_one_piece(layer: nn.Module) -> bool:
     """Whether the compiler sees all of a layer; elsewhere attention runs outside of it, segment by segment."""
     return (
         isinstance(layer.forward, MethodType)
-        and not _experts(layer)
+        and not experts_of(layer)
         and not _changes_in_place(layer)
         and all((p.is_cuda or p.is_pinned()) and p.dtype is torch.bfloat16 for p in layer.parameters())  # or it streams
     )
 
 
-def _experts(layer: nn.Module) -> list[nn.Module]:
+def experts_of(layer: nn.Module) -> list[nn.Module]:
     """Parts with weights of several experts in one tensor."""
     return [part for part in layer.modules() if any(p.ndim == 3 for p in part.parameters(recurse=False))]
 

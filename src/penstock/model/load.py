@@ -38,6 +38,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from penstock.errors import ModelError, RecipeError
 from penstock.model.initial import draw_weights
+from penstock.model.rope import with_rope
 from penstock.model.shape import MUST_AGREE, with_shape
 from penstock.model.source import Source, find_source, is_local
 from penstock.model.weight_files import Progress, StoredTensor, read_headers
@@ -61,10 +62,8 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     else:
         config = _read_config(recipe)
     _refuse_other_models(recipe, config)
-    if not recipe.shape:
-        return config
     with quiet():
-        return with_shape(config, recipe.shape)
+        return with_rope(with_shape(config, recipe.shape) if recipe.shape else config, recipe)
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.plan.layout import TOKENS_IN_FP32
+
 
 def flash_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, offsets: Tensor, max_length: int, scale: float, window_left: int
@@ -27,6 +29,18 @@ def flash_with_sinks(
     settings = (max_length, scale, window_left)
     out: Tensor = _FlashWithSinks.apply(q, k, v, sinks, offsets, *settings)  # type: ignore[no-untyped-call]
     return out
+
+
+def _gated(x: Tensor, gate: Tensor) -> Tensor:
+    """Every head of every token times its gate, in fp32, and rounded."""
+    cuts = zip(_cut(x), _cut(gate.t()), strict=True)
+    parts = [(part * of_heads.unsqueeze(-1)).to(x.dtype) for part, of_heads in cuts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _cut(x: Tensor) -> tuple[Tensor, ...]:
+    """By tokens, so that no long row is there in fp32."""
+    return torch.split(x, TOKENS_IN_FP32)
 
 
 class _FlashWithSinks(torch.autograd.Function):
@@ -39,7 +53,7 @@ class _FlashWithSinks(torch.autograd.Function):
             q, k, v, offsets, offsets, max_length, max_length, 0.0, causal, False, scale=scale, **window
         )
         gate = torch.sigmoid(lse - sinks.float()[:, None])  # (heads, tokens)
-        out = (out * gate.t().unsqueeze(-1)).to(q.dtype)
+        out = _gated(out, gate)
         ctx.save_for_backward(q, k, v, out, lse, gate, offsets, rng, unused)
         ctx.settings = (max_length, scale, causal, window, sinks.dtype)
         assert isinstance(out, Tensor)
@@ -50,11 +64,11 @@ class _FlashWithSinks(torch.autograd.Function):
         q, k, v, out, lse, gate, offsets, rng, unused = ctx.saved_tensors
         max_length, scale, causal, window, sink_dtype = ctx.settings
         (grad,) = grads
-        gated = (grad * gate.t().unsqueeze(-1)).to(q.dtype)
+        gated = _gated(grad, gate)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             gated, q, k, v, out, lse, offsets, offsets, max_length, max_length, 0.0, causal, rng, unused,
             scale=scale, **window,
         )  # fmt: skip
-        along = (grad.float() * out.float()).sum(-1)  # (tokens, heads)
+        along = torch.cat([(a.float() * b.float()).sum(-1) for a, b in zip(*map(_cut, (grad, out)), strict=True)])
         dsinks = -((1 - gate.t()) * along).sum(0)
         return dq, dk, dv, dsinks.to(sink_dtype), None, None, None, None

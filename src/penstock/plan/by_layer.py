@@ -21,6 +21,7 @@ from penstock.plan.layout import LANDING_BYTES, PREFETCHED_INPUTS, UNIT_SLOTS, l
 from penstock.plan.memory import Work, in_flight_bytes, loss_bytes, saved_in_layer
 from penstock.plan.speed import Arithmetic
 from penstock.plan.split import STEPS, Manner, Rates, Requirements, Room, Split, Traffic
+from penstock.plan.tiles import tiled_bytes
 from penstock.recipe.presets import Architecture
 
 
@@ -126,7 +127,8 @@ class LayerStep:
         whole, fresh = saved_in_layer(a, work), float(b * self.layer_params)
         for number in {a.layers - 1, first, max(0, first - 1), 0} & set(range(a.layers)):
             leaving = fresh if first <= number + 1 < a.layers else 0.0
-            now = whole + max(in_flight_bytes(a, work), fresh - whole) + own_sum * self.layer_params + leaving
+            alone = tiled_bytes(a, work) if work.tile else whole + max(in_flight_bytes(a, work), fresh - whole)
+            now = alone + own_sum * self.layer_params + leaving
             yield Moment(self._saved(number + 1, one), others + now, self._kept(max(0, first - 1 - number)))
         # The embedding's gradients of all micro-batches are made at once: twice as much as what was looked up, and sums
         # in fp32 that torch makes of them.
@@ -146,7 +148,15 @@ class LayerStep:
 
     def _saved(self, count: int, one: float) -> float:
         """Inputs of so many layers on the GPU. If they are parked: those on their way, and what was embedded."""
-        return self.input_bytes + 2 * PREFETCHED_INPUTS * one if self.parked else count * self.input_bytes
+        if not self.parked:
+            return count * self.input_bytes
+        between = self.work.every * self.input_bytes if self.work.every > 1 else 0.0  # of layers computed together
+        return self.input_bytes + 2 * PREFETCHED_INPUTS * one + between
+
+    @property
+    def parked_bytes(self) -> float:
+        """In host memory, of one pass."""
+        return -(-self.architecture.layers // self.work.every) * self.input_bytes if self.parked else 0.0
 
     def _kept(self, layers: int) -> float:
         """Final gradients of the head and of so many layers."""
@@ -204,6 +214,8 @@ class LayerTraffic:
     def backward(self) -> Phase:
         """Of one pass: weights come again but for those that stayed, and inputs."""
         again = max(0, self.step.streamed - UNIT_SLOTS) * self.step.layer_params
+        if self.step.work.every > UNIT_SLOTS:  # layers that are computed together do not all stay for their backward
+            again *= 2
         seconds = (self.arithmetic.backward_s + self.arithmetic.recompute_s) / self.step.passes
         return Phase(seconds, self._b * again + self._parked, 0.0)
 
@@ -275,7 +287,7 @@ class LayerTraffic:
     @property
     def _parked(self) -> float:
         """Inputs of one pass, each way."""
-        return self.step.architecture.layers * self.step.input_bytes if self.step.parked else 0.0
+        return self.step.parked_bytes
 
     def _gradients(self, homes: Homes) -> float:
         """Of layers that stream, and of `host`; in backward those of `stream` are updated where they are made."""

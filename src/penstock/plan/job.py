@@ -8,6 +8,13 @@ from functools import cached_property
 from penstock.errors import RecipeError
 from penstock.plan.layout import parameters
 from penstock.recipe.presets import Architecture
+from penstock.recipe.recipe import inputs_every
+
+TILES = (16384, 8192, 4096, 2048)
+"""Tokens of a tile: what a product needs to run at its rate, and less where memory asks for it. Not measured yet."""
+LONG_ROW = 65536
+"""Tokens from which on rows are computed in tiles if that leaves more of the GPU to state: a tile is a small part of
+such a row, and attention most of its time."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,10 @@ class Job:
     compiled: bool = False
     accumulate_dtype: str = "fp32"
     weights: str = "resident"
-    """As in a recipe, and so are the next two."""
+    """As in a recipe, and so are the next three."""
     order: str = "auto"
     inputs: str = "auto"
+    tile: str = "auto"
 
     @property
     def schedule(self) -> str:
@@ -55,6 +63,25 @@ class Job:
     def asks_for_layers(self) -> bool:
         """Whether it says, itself, that layers are computed one by one."""
         return self.weights not in ("auto", "resident") or self.order == "layers"
+
+    @property
+    def tile_choices(self) -> list[tuple[int, ...]]:
+        """Tiles that are tried together, and then, where none of them fits, those that take less."""
+        if self.tile not in ("auto", "none"):
+            return [(int(self.tile),)]
+        if self.tile == "none" or self.attention != "varlen":
+            return [(0,)]
+        largest, *smaller = TILES
+        first = [(0, largest)] if self.length >= LONG_ROW else [(0,), (largest,)]
+        return [*first, *((tile,) for tile in smaller)]
+
+    @property
+    def input_choices(self) -> list[tuple[str, ...]]:
+        """The same of saved inputs."""
+        if self.inputs != "auto":
+            return [(self.inputs,)]
+        fewer = [("parked:2",), ("parked:4",)] if self.length >= LONG_ROW else []
+        return [("kept", "parked"), *fewer]
 
     @property
     def streamed_choices(self) -> range:
@@ -84,6 +111,18 @@ class Settings:
     """Layers whose weights stream, the last ones."""
     order: str = "rows"
     inputs: str = "kept"
+    tile: int = 0
+    """Tokens; 0 for none."""
+
+    @property
+    def parks(self) -> bool:
+        """Whether saved inputs wait in host memory."""
+        return self.inputs.startswith("parked")
+
+    @property
+    def every(self) -> int:
+        """Layers from one saved input to the next."""
+        return inputs_every(self.inputs)
 
     @property
     def by_layer(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.plan.job import Job, Settings
 from penstock.plan.layout import layer_parameters
 from penstock.recipe.presets import Architecture
 from penstock.recipe.recipe import Recompute, recompute_by_layer
@@ -38,6 +39,10 @@ class Work:
     dtype_bytes: int = 2
     compiled: bool = False
     """Layers are compiled, and then keep no more than products and attention; those with experts are not."""
+    tile: int = 0
+    """Tokens of which a layer computes everything but attention at once; 0: of all."""
+    every: int = 1
+    """Layers from one saved input to the next, if they are computed one by one."""
 
     @property
     def tokens(self) -> int:
@@ -50,6 +55,14 @@ class Work:
         if self.compiled and a.experts:  # the compiler does not see such a layer whole
             return ["none" if dial == "none" else "full" for dial in chosen]
         return chosen
+
+
+def work_of(job: Job, settings: Settings, gpus: int = 1) -> Work:
+    """A micro-batch on one of so many GPUs."""
+    s, rows = settings, -(-job.batch_size // gpus)
+    return Work(
+        min(s.micro_batch, rows), job.length, s.recompute, job.attention, job.dtype_bytes, job.compiled, s.tile, s.every
+    )
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,12 @@ from penstock.plan.memory import (
     PROCESS_BYTES,
     Disk,
     Peaks,
-    Work,
     disk,
+    Work,
     loading_bytes,
     peaks,
     sharded_bytes,
+    work_of,
 )
 from penstock.plan.placement import Dealt, deal, deal_away
 from penstock.plan.shares import by_unit, choose_split, chunk_size_of, room_for_layers, split_of_layers
@@ -187,9 +188,10 @@ class Plan:
         a, b, settings = self.job.architecture, self.job.dtype_bytes, self.settings
         layer = [p.size for p in layer_parameters(a)]
         found = unit_buffers([layer] * settings.streamed, b, place=device)
-        if settings.by_layer and settings.inputs == "parked":
+        if settings.by_layer and settings.parks:
             rows = self.rows if settings.order == "layers" else settings.micro_batch
-            found.append(Buffer("parked inputs", "host", parked_bytes(a.layers, rows, self.job.length * a.hidden, b)))
+            count = -(-a.layers // settings.every)
+            found.append(Buffer("parked inputs", "host", parked_bytes(count, rows, self.job.length * a.hidden, b)))
         return found
 
     @property
@@ -260,10 +262,9 @@ class _Rank:
 
 
 @lru_cache(256)
-def _rank(job: Job, micro_batch: int, recompute: str, machine: Machine, gpus: int) -> _Rank:
+def _rank(job: Job, work: Work, machine: Machine, gpus: int) -> _Rank:
+    """`work`: of a micro-batch."""
     a, rows = job.architecture, -(-job.batch_size // gpus)
-    micro = min(micro_batch, rows)
-    work = Work(micro, job.length, recompute, job.attention, job.dtype_bytes, job.compiled)
     sharers = 1 if machine.has_gpu else gpus
     rank = replace(
         machine,
@@ -271,7 +272,7 @@ def _rank(job: Job, micro_batch: int, recompute: str, machine: Machine, gpus: in
         device_memory_bytes_per_s=machine.device_memory_bytes_per_s / sharers,
     )
     step, one = (speed.arithmetic(a, w, rank) for w in (replace(work, rows=rows), work))
-    return _Rank(rank, a.num_parameters() / gpus, rows, micro, step, one, peaks(a, work, gpus))
+    return _Rank(rank, a.num_parameters() / gpus, rows, work.rows, step, one, peaks(a, work, gpus))
 
 
 def _requirements(job: Job, rank: _Rank, format: StateFormat, gpus: int) -> Requirements:
@@ -296,7 +297,7 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
         assert gpus == 1, "layers are computed one by one on one GPU only"
         return _predict_by_layer(job, settings, machine)
     a, b, format = job.architecture, job.dtype_bytes, FORMATS[settings.states]
-    rank = _rank(job, settings.micro_batch, settings.recompute, machine, gpus)
+    rank = _rank(job, work_of(job, settings, gpus), machine, gpus)
     need = _requirements(job, rank, format, gpus)
     room = rooms(job, machine, gpus)
     extra = sharded_bytes(a, b) if gpus > 1 else 0.0
@@ -332,10 +333,8 @@ def _rates(machine: Machine, gpus: int) -> Rates:
 
 def _layer_step(job: Job, settings: Settings) -> LayerStep:
     manner = Manner(job.in_backward, job.overlap, accumulate_dtype=job.accumulate_dtype)
-    rows = min(settings.micro_batch, job.batch_size)
-    work = Work(rows, job.length, "full", job.attention, job.dtype_bytes, job.compiled)
-    parked = settings.inputs == "parked"
-    return LayerStep(job.architecture, work, job.batch_size, settings.streamed, settings.order, parked, manner)
+    work = work_of(job, replace(settings, recompute="full"))
+    return LayerStep(job.architecture, work, job.batch_size, settings.streamed, settings.order, settings.parks, manner)
 
 
 def gpu_shortage(job: Job, settings: Settings, machine: Machine) -> float:
@@ -357,7 +356,7 @@ def give_way(plan: Plan, attempt: int) -> Plan | None:
 def _predict_by_layer(job: Job, settings: Settings, machine: Machine, asked: Room | None = None) -> Plan:
     """The same where layers are computed one by one."""
     b, format = job.dtype_bytes, FORMATS[settings.states]
-    rank = _rank(job, settings.micro_batch, "full", machine, 1)
+    rank = _rank(job, work_of(job, replace(settings, recompute="full")), machine, 1)
     settings = replace(settings, micro_batch=rank.micro_batch, recompute="full")
     step, state = _layer_step(job, settings), format.bytes_per_element(b)
     traffic, rates, room = LayerTraffic(step, state, rank.step), _rates(machine, 1), rooms(job, machine, 1)

@@ -20,7 +20,7 @@ from penstock.plan.layout import gpu_reserve
 from penstock.plan.predict import Plan, gpu_shortage, host_reserve, predict, sharing_a_host
 from penstock.plan.solve import Alternative, Free, alternatives, fitting, flags_between, may_go_by_layer, solve
 from penstock.recipe.lists import parse_homes, parse_size
-from penstock.recipe.recipe import Recipe
+from penstock.recipe.recipe import Recipe, tile_tokens
 
 FAR_OFF = 0.3
 """From which difference on a plan's seconds are doubted."""
@@ -70,6 +70,7 @@ def job_of(recipe: Recipe, dtype_bytes: int = 2, *, gpu: bool = True) -> Job:
         weights=recipe.weights if overlap else "resident",
         order=recipe.order,
         inputs=recipe.inputs,
+        tile=recipe.tile,
     )
 
 
@@ -113,9 +114,10 @@ def _with_word(recipe: Recipe, recompute: str) -> Recipe:
 
 def _with_layers(recipe: Recipe, plan: Plan | None = None) -> Recipe:
     """With what was planned, or with what is usual."""
-    words: dict[str, Any] = {"weights": "resident", "order": "layers", "inputs": "kept"}
+    words: dict[str, Any] = {"weights": "resident", "order": "layers", "inputs": "kept", "tile": "none"}
     if plan is not None:
-        words = {"weights": plan.weights, "order": plan.settings.order, "inputs": plan.settings.inputs}
+        settings, tile = plan.settings, str(plan.settings.tile or "none")
+        words = {"weights": plan.weights, "order": settings.order, "inputs": settings.inputs, "tile": tile}
     free = {name: word for name, word in words.items() if getattr(recipe, name) == "auto"}
     return replace(recipe, recompute="full", **free)
 
@@ -126,10 +128,12 @@ def _least(job: Job, machine: Machine, free: Free) -> Settings:
     assert free.micro_batch, "and rows"
     order = "layers" if job.order == "auto" else job.order
     streamed = job.streamed_choices[-1]
-    kept = Settings(
-        free.states, free.micro_batch, "full", streamed, order, "kept" if job.inputs == "auto" else job.inputs
-    )
-    return kept if job.inputs != "auto" or gpu_shortage(job, kept, machine) <= 0 else replace(kept, inputs="parked")
+    tile = next((tile for tile in job.tile_choices[-1] if tile < free.micro_batch * job.length), 0)
+    inputs = "kept" if job.inputs == "auto" else job.inputs
+    kept = Settings(free.states, free.micro_batch, "full", streamed, order, inputs, tile)
+    if job.inputs != "auto" or gpu_shortage(job, kept, machine) <= 0:
+        return kept
+    return replace(kept, inputs=job.input_choices[-1][-1])
 
 
 def check_one_gpu(recipe: Recipe, gpus: int) -> None:
@@ -140,7 +144,7 @@ def check_one_gpu(recipe: Recipe, gpus: int) -> None:
     if recipe.weights not in ("auto", "resident"):
         what = "streamed weights with several GPUs are not there yet"
         raise RecipeError(what, where=f"weights = {recipe.weights}", remedy=remedy)
-    if recipe.order == "layers" or recipe.inputs == "parked":
+    if recipe.order == "layers" or recipe.inputs.startswith("parked"):
         name = "order" if recipe.order == "layers" else "inputs"
         what = "layers that are computed one by one on several GPUs are not there yet"
         raise RecipeError(what, where=f"{name} = {getattr(recipe, name)}", remedy=remedy)
@@ -172,7 +176,8 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
     settings = Settings(recipe.states, recipe.rows_on(gpus), recipe.recompute)
     if (chosen := job_on(recipe, machine)).asks_for_layers:
         streamed = chosen.streamed_choices[0]
-        settings = replace(settings, streamed=streamed, order=chosen.order, inputs=chosen.inputs)
+        tile = tile_tokens(recipe)
+        settings = replace(settings, streamed=streamed, order=chosen.order, inputs=chosen.inputs, tile=tile)
     return fitting(predict(job, settings, machine, gpus))
 
 
@@ -195,6 +200,7 @@ def headline(plan: Plan) -> str:
     if settings.by_layer:
         layers, inputs = plan.job.architecture.layers, f"inputs {settings.inputs}"
         recompute = f"{settings.streamed} of {layers} layers stream, order {settings.order}, {inputs}"
+        recompute += f", tiles of {settings.tile:,} tokens" if settings.tile else ""
     exact = "exact fp32 state" if settings.states == "fp32" else f"{settings.states} moments"
     clip = "clipped" if plan.job.clip else "not clipped"
     return f"{exact}, {counted(settings.micro_batch, 'row')} at once, {recompute}, updates {plan.job.schedule} ({clip})"

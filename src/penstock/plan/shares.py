@@ -76,8 +76,7 @@ def room_for_layers(job: Job, step: LayerStep, format: StateFormat, room: Room) 
     """What weights, slots and parked inputs leave, and what is dealt may be over its share by."""
     b, params = job.dtype_bytes, step.resident_params
     unit = unit_bytes([p.size for p in layer_parameters(step.architecture)], b)
-    parked = step.architecture.layers * step.input_bytes if step.parked else 0.0
-    room = room.less(b * params + min(UNIT_SLOTS, step.streamed) * unit, step.streamed * unit + parked)
+    room = room.less(b * params + min(UNIT_SLOTS, step.streamed) * unit, step.streamed * unit + step.parked_bytes)
     homes = dict(job.homes)
     if job.overlap and homes.get("stream"):
         room = room.less(staging_bytes(step, format.bytes_per_element(b)))

@@ -99,7 +99,7 @@ def fitting(plan: Plan) -> Plan:
     return next(_in_order([plan]), plan)
 
 
-def _order(plan: Plan) -> tuple[float, int, float, bool]:
+def _order(plan: Plan) -> tuple[float, int, float, bool, int]:
     """Of equals the one that moves less comes first, and of these the one that recomputes less.
 
     Layer by layer, rows that run at once count more: fewer and larger products, and nothing to add up.
@@ -108,7 +108,7 @@ def _order(plan: Plan) -> tuple[float, int, float, bool]:
     streamed = plan.streamed_split
     moved = plan.split.stream + plan.split.host + (streamed.stream + streamed.host if streamed else 0.0)
     at_once = settings.micro_batch if settings.by_layer else 0
-    return plan.seconds.step, -at_once, moved, settings.inputs == "parked"
+    return plan.seconds.step, -at_once, moved, settings.parks, settings.tile
 
 
 def may_go_by_layer(job: Job, machine: Machine, gpus: int, free: Free) -> bool:
@@ -123,15 +123,37 @@ def may_go_by_layer(job: Job, machine: Machine, gpus: int, free: Free) -> bool:
 
 
 def _plans_by_layer(job: Job, machine: Machine, free: Free) -> Iterator[Plan]:
-    """Rows at once, inputs kept and parked, and for each as few layers that stream as the GPU has room for, or more.
+    """Whole rows, or tiles where rows are long.
+
+    Where nothing fits the GPU so, smaller tiles, until something does; where nothing fits the host, fewer saved inputs.
+    """
+    for inputs in job.input_choices:
+        for tiles in job.tile_choices:
+            found = on_gpu = False
+            for plan in _plans_in_tiles(job, machine, free, inputs, tiles):
+                found = found or plan.has_room
+                on_gpu = on_gpu or found or gpu_shortage(job, plan.settings, machine) <= 0
+                yield plan
+            if found:
+                return
+            if on_gpu:
+                break
+
+
+def _plans_in_tiles(
+    job: Job, machine: Machine, free: Free, inputs: tuple[str, ...], tiles: tuple[int, ...]
+) -> Iterator[Plan]:
+    """Rows at once, these inputs and tiles, and for each as few layers that stream as the GPU has room for, or more.
 
     Once nothing but updates on the GPU shows, more would be no faster.
     """
     order = "layers" if job.order == "auto" else job.order
-    inputs = ("kept", "parked") if job.inputs == "auto" else (job.inputs,)
     counts = [count for count in job.streamed_choices if count or order == "layers"]
-    for tried, saved in itertools.product(settings_of(job, replace(free, recompute="full"), 1), inputs):
-        every = [replace(tried, streamed=count, order=order, inputs=saved) for count in counts]
+    every_rows = settings_of(job, replace(free, recompute="full"), 1)
+    for tried, saved, tile in itertools.product(every_rows, inputs, tiles):
+        if job.tile == "auto" and tile >= tried.micro_batch * job.length:
+            continue  # it saves nothing
+        every = [replace(tried, streamed=count, order=order, inputs=saved, tile=tile) for count in counts]
         whole = 1 if every[0].streamed == 0 else 0  # without slots, so that it may take less than with the first one
         least = bisect_left(every, True, lo=whole, key=lambda settings: gpu_shortage(job, settings, machine) <= 0)
         for settings in (*every[:whole], *every[least:]):
@@ -156,7 +178,7 @@ class Alternative:
 
 
 def flags_between(old: Plan, new: Plan) -> tuple[str, ...]:
-    """The flags that lead from one to the other. Weights, order and inputs need none: `auto` finds the same."""
+    """The flags that lead from one to the other. Weights, order, inputs and tiles need none: `auto` finds the same."""
     found = []
     if new.settings.states != old.settings.states:
         found.append(f"--states {new.settings.states}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from penstock.machine.known import Machine
 from penstock.plan.layout import layer_parameters
 from penstock.plan.memory import Work, saved_in_layer
+from penstock.plan.tiles import projection_weights, sum_traffic
 from penstock.recipe.presets import Architecture
 
 MATRIX_EFFICIENCY = 0.84
@@ -69,6 +70,10 @@ def arithmetic(a: Architecture, work: Work, machine: Machine) -> Arithmetic:
         "full": forward - down,
     }
     recompute = sum(again[dial] for dial in work.recompute_by_layer(a))
+    recompute += (a.layers - -(-a.layers // work.every)) * forward  # of layers whose inputs are not saved
+    if work.tile:  # what is before attention is computed once more, and gradients of weights add up over tiles
+        recompute += a.layers * second * projection_weights(a)
+        backward += sum_traffic(a, work) / machine.device_memory_bytes_per_s
     return Arithmetic(a.layers * forward + head, a.layers * backward, recompute, head)
 
 

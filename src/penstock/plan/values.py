@@ -41,7 +41,9 @@ def _settings(plan: Plan) -> dict[str, Any]:
     """As a bench's rows have them."""
     s = plan.settings
     found = {"states": s.states, "micro_batch": s.micro_batch, "recompute": s.recompute}
-    return found | {"weights": plan.weights, "order": s.order, "inputs": s.inputs} if s.by_layer else found
+    return (
+        found | {"weights": plan.weights, "order": s.order, "inputs": s.inputs, "tile": s.tile} if s.by_layer else found
+    )
 
 
 def report_json(report: Report) -> dict[str, Any]:

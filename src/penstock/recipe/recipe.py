@@ -38,6 +38,9 @@ class Recipe:
     """`random` builds the architecture only, for benchmarks and tests."""
     shape: str | None = None
     """With --init random: changes to the architecture, such as num_hidden_layers=2,hidden_size=64."""
+    rope: str | None = None
+    """How examples go beyond the positions that the model knows: yarn:F or linear:F scale its rotary positions by F, in
+    the model that is exported too; as-is leaves them as they are. Without it such examples are refused."""
     trust_remote_code: bool = False
     """Run Python code that comes with a Hub model. Off, since it can do anything."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -70,9 +73,14 @@ class Recipe:
     """How several micro-batches go through the layers: `rows`, one after another, each through all; `layers`, all of
     them through a layer before the next, so that streamed weights cross the link twice a step and not twice a
     micro-batch. Results differ by rounding. `auto`: layers where weights are streamed."""
-    inputs: Literal["auto", "kept", "parked"] = "auto"
-    """Activations that enter each layer, from which backward computes it again: `kept` on the GPU, or `parked` in host
-    memory. Goes with streamed weights or the order layers. `auto`: the faster that fits."""
+    inputs: str = "auto"
+    """Activations that enter each layer, from which backward computes it again: kept (on the GPU), parked (in host
+    memory), or parked:N, those of every N-th layer, from which backward computes N layers again together. Goes with
+    streamed weights or the order layers. `auto`: the faster that fits."""
+    tile: str = "auto"
+    """Tokens of which a layer computes everything but attention at once, so that long rows take less memory: a number,
+    or `none` for whole rows. Goes with streamed weights or the order layers. Results differ by rounding. `auto`: what
+    the plan finds, `none` where it saves nothing."""
     gpu_memory: str = "auto"
     """The most that the run may take of the GPU's memory, such as 24GB or 22GiB; `auto`: all of it."""
     update: Literal["auto", "after-norm", "in-backward"] = "auto"
@@ -122,8 +130,10 @@ class Recipe:
     max_length: int = 4096
     """Tokens in a row; a longer example is handled by --too-long. 0: as many as the longest example has, up to 4096 and
     to what the model and the memory have room for."""
-    too_long: Literal["truncate", "drop", "refuse"] = "truncate"
-    """What happens to an example over max_length. Each is counted and reported."""
+    too_long: Literal["truncate", "split", "drop", "refuse"] = "truncate"
+    """What happens to an example over max_length. `split`: it becomes several, each of which begins with the last token
+    of the one before, so that every token is trained on as it would be. Examples and tokens are counted and reported.
+    """
     packing: bool = True
     """Put several examples into one row. --no-packing pads each to the longest of its micro-batch; where layers are
     compiled, as on a GPU, to max_length."""
@@ -228,6 +238,16 @@ class Recipe:
 
 def _words(text: str) -> list[str]:
     return [word for part in text.split(",") if (word := part.strip())]
+
+
+def inputs_every(inputs: str) -> int:
+    """Layers from one saved input to the next."""
+    return int(inputs.partition(":")[2] or 1)
+
+
+def tile_tokens(recipe: Recipe) -> int:
+    """Tokens of a tile, 0 for none. `auto`, if nobody has planned, is none."""
+    return 0 if recipe.tile in ("auto", "none") else int(recipe.tile)
 
 
 Recompute = Literal["none", "selected", "full"]

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 _WEIGHTS = re.compile(r"auto|resident|streamed|[1-9][0-9]*")
+_TILE = re.compile(r"auto|none|[1-9][0-9]*")
+_ROPE = re.compile(r"as-is|(yarn|linear):[0-9]+(\.[0-9]+)?")
+_INPUTS = re.compile(r"auto|kept|parked(:[1-9][0-9]*)?")
 _RECOMPUTE = re.compile(r"auto|none|(selected|full)(:[0-9]+)?")
 
 
@@ -61,6 +64,8 @@ def broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (0 <= r.seed < 2**32, "seed", "must be between 0 and 4294967295", "42 is the default."),
         (_RECOMPUTE.fullmatch(r.recompute) is not None, "recompute",
          "must be auto, none, selected, full, or one of the last two with a number of layers", "Such as selected:8."),
+        (r.rope is None or (_ROPE.fullmatch(r.rope) is not None and not r.rope.endswith(":0")), "rope",
+         "must be as-is, or yarn or linear with a factor", "Such as yarn:4."),
         (not r.shape or r.init == "random", "shape", "needs random weights", "Add --init random."),
         (0 < r.cpu_adam_cores <= 1, "cpu_adam_cores", "must be over 0 and at most 1", "It is a share of the cores."),
         (r.update != "in-backward" or not r.max_grad_norm, "update", "the global norm is not known in backward",
@@ -91,7 +96,15 @@ def _streaming_rules(r: Recipe) -> list[tuple[bool, str, str, str]]:
          "Such as 24GB or 22GiB."),
         (ours or r.weights == "auto", "weights", "DeepSpeed's own is param_offload", use_ours),
         (ours or r.order == "auto", "order", "DeepSpeed chooses this itself", use_ours),
+        (_INPUTS.fullmatch(r.inputs) is not None, "inputs", "must be auto, kept, parked, or parked with a number",
+         "Such as parked:2, for the inputs of every second layer."),
         (ours or r.inputs == "auto", "inputs", "DeepSpeed chooses this itself", use_ours),
+        (_TILE.fullmatch(r.tile) is not None, "tile", "must be auto, none or a number of tokens", "Such as 16384."),
+        (ours or r.tile == "auto", "tile", "DeepSpeed chooses this itself", use_ours),
+        (r.tile in ("auto", "none") or by_layer, "tile",
+         "goes with what is computed layer by layer", "Add --order layers or --weights streamed, or leave it out."),
+        (r.tile in ("auto", "none") or r.attention in ("auto", "varlen"), "tile", "needs varlen attention",
+         "Leave one of them out."),
         (r.mode != "zerooffload" or r.weights in ("auto", "resident"), "weights",
          "zerooffload keeps weights on the GPU", "Leave one of them out."),
         (not by_layer or r.recompute in ("auto", "full"), "recompute",

@@ -27,7 +27,7 @@ from penstock.engine.weights import layer_by_layer
 from penstock.errors import size
 from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.hardware import describe
-from penstock.recipe.recipe import Recipe
+from penstock.recipe.recipe import Recipe, tile_tokens
 from penstock.report.facts import Recorder
 from penstock.report.metrics import StepRow
 
@@ -82,6 +82,7 @@ def streaming_of(recipe: Recipe) -> str:
         order = "layers" if recipe.order == "auto" else recipe.order
         inputs = "kept" if recipe.inputs == "auto" else recipe.inputs
         words = [f"weights {recipe.weights}", f"order {order}", f"inputs {inputs}"]
+        words += [f"tiles of {tokens:,} tokens"] if (tokens := tile_tokens(recipe)) else []
     if recipe.gpu_memory != "auto":
         words.append(f"{recipe.gpu_memory} of the GPU allowed")
     return ", ".join(words)

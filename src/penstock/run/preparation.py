@@ -35,6 +35,7 @@ from penstock.machine.gpu_memory import limit_gpu
 from penstock.machine.hardware import COMPILED_FROM, describe, pick_compile, pick_device, pick_dtype
 from penstock.model.load import load_config, load_tokenizer
 from penstock.model.load_rows import build_on_meta, count_parameters
+from penstock.model.rope import check_positions
 from penstock.plan.layout import FORMATS
 from penstock.plan.predict import Plan
 from penstock.plan.report import check_one_gpu, make_plan, short, with_recompute
@@ -103,6 +104,8 @@ def prepare_run(
     recipe = world.share(lambda: with_length(recipe, config, tokenizer, machine, world.size, console.say))
     with console.phase(f"Reading {recipe.data}"), world.in_turn():
         data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say)
+    parts = [data.train, *([data.evaluation] if data.evaluation else [])]
+    check_positions(recipe, config, max(part.store.counts.longest for part in parts))
     steps = math.ceil(recipe.epochs * data.train.steps_per_epoch())
     total_steps = min(steps, recipe.max_steps) if recipe.max_steps else steps
     if total_steps < recipe.max_steps:

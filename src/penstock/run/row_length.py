@@ -16,6 +16,7 @@ from penstock.data.store import open_store
 from penstock.errors import UserError, counted
 from penstock.machine.known import Machine
 from penstock.model.load import load_config, load_tokenizer
+from penstock.model.rope import positions_of
 from penstock.plan.report import job_on, limited
 from penstock.plan.solve import Free, solve
 from penstock.recipe.recipe import Recipe
@@ -42,7 +43,7 @@ def with_length(
     if recipe.max_length:
         return recipe
     text = config.get_text_config()
-    most = min(LONGEST, int(getattr(text, "max_position_embeddings", 0) or LONGEST))
+    most = min(LONGEST, positions_of(config) or LONGEST)
     trial, longest = replace(recipe, max_length=most), 0
     for name, split in ((recipe.data, recipe.data_split), (recipe.eval_data, recipe.eval_split)):
         if name:

@@ -1,0 +1,118 @@
+"""Attention of long segments: what it is by definition, and never a mask or logits of row by row."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_attention import plain_attention
+from tiny import SEVEN, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.model import attention, segment_attention
+from penstock.model.attention import Segments, attend, use_attention
+from penstock.model.decoder import find_decoder
+from penstock.model.loss import hidden_states
+from penstock.model.segment_attention import attend_segment
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest memory that any operation gives."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.itemsize)
+        return result
+
+
+@given(length=st.integers(1, 40), window=st.none() | st.integers(1, 12), sink=st.booleans(), most=st.integers(1, 300))
+def test_blocks_are_the_whole(length, window, sink, most):
+    """Result and gradients, by blocks of any size."""
+    found = []
+    for limit in (2**24, most):
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(length, heads, 6, generator=generator).requires_grad_() for heads in (4, 2, 2))
+        sinks = torch.randn(4, generator=generator).requires_grad_() if sink else None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(segment_attention, "_MOST_LOGITS", limit)
+            out = attend_segment(q, k, v, 0.4, window, sinks)
+            out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
+        found.append([out.detach(), *(x.grad for x in (q, k, v, sinks) if x is not None)])
+    for whole, blocks in zip(*found, strict=True):
+        torch.testing.assert_close(blocks, whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_a_long_segment_has_no_logits_of_row_by_row(sink):
+    """8,192 tokens with a window, forward and backward; and with sinks over all of them."""
+    length, heads = 8192, 2
+    for window in (64, None) if sink else (64,):
+        q, k, v = (torch.randn(length, heads, 8).requires_grad_() for _ in range(3))
+        sinks = torch.zeros(heads, requires_grad=True) if sink else None
+        with Largest() as largest:
+            attend_segment(q, k, v, 0.4, window, sinks).sum().backward()
+        assert largest.numel <= 2 * segment_attention._MOST_LOGITS < length * length
+
+
+@pytest.mark.parametrize("name", SEVEN)
+def test_no_preset_makes_a_mask_of_131072_tokens_squared(name, monkeypatch):
+    """The whole model, one row, one example. The kernel itself is left out; that it gets no mask counts."""
+    length, masks = 131_072, []
+    small = {
+        "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": length,
+        "moe_intermediate_size": 16,
+    }  # fmt: skip
+    if name == "phi3":
+        small |= {"original_max_position_embeddings": length}
+    if name == "gpt_oss":  # full attention with sinks is looked at above: without a GPU it takes minutes at this length
+        small |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 128}
+
+    def kernel(q, k, v, attn_mask=None, **_):
+        masks.append(attn_mask)
+        return q * 1
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
+    model = tiny_model(name, **small)
+    assert use_attention(model, "auto") == "varlen"
+    ids, places = torch.zeros(1, length, dtype=torch.long), torch.arange(length)[None]
+    with torch.no_grad(), Largest() as largest:
+        hidden_states(find_decoder(model), ids, places, Segments.of((0, length), torch.device("cpu")))
+    assert masks == ([] if name == "gpt_oss" else [None, None])
+    assert largest.numel <= 256 * length
+
+
+def test_heads_that_are_too_many_elements_go_in_groups(monkeypatch):
+    """The same bits, forward and backward."""
+    found = []
+    for most in (2**31, 200, 100, 1):
+        monkeypatch.setattr(attention, "_MOST_ELEMENTS", most)
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, heads, 10, 6, generator=generator).requires_grad_() for heads in (8, 4, 4))
+        sinks = torch.randn(8, generator=generator).requires_grad_()
+        segments = Segments.of((0, 7, 10), torch.device("cpu"))
+        out, _ = attend(torch.nn.Module(), q, k, v, None, sliding_window=3, s_aux=sinks, segments=segments)
+        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
+        found.append([out.detach(), *(x.grad for x in (q, k, v, sinks))])
+        flat = (x[0].transpose(0, 1).detach() for x in (q, k, v))
+        torch.testing.assert_close(
+            out[0].double(), plain_attention(*flat, [0, 7, 10], 3, sinks.detach()), rtol=0, atol=1e-5
+        )
+    for other in found[1:]:
+        for a, b in zip(other, found[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (40, 8, 128), (40, 10, 128), (80, 8, 128)])
+def test_gpu_whole_rows_have_a_kernel_without_a_mask(heads, kv_heads, head_dim):
+    """llama-8b and others, qwen3-14b, phi-4, seed-oss-36b: torch does not fall back to logits written out."""
+    q, k, v = (
+        torch.empty(1, n, 131_072, head_dim, dtype=torch.bfloat16, device="cuda") for n in (heads, kv_heads, kv_heads)
+    )
+    choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True)
+    assert choice != int(torch.nn.attention.SDPBackend.MATH)

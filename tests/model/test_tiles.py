@@ -1,0 +1,199 @@
+"""A layer in tiles gives what it gives at once, in forward and backward, and never has a whole row of what is wide."""
+
+import pytest
+import torch
+from tiny import OTHERS, SEVEN, packed, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.errors import ModelError
+from penstock.model.attention import use_attention
+from penstock.model.compiled import set_compile
+from penstock.model.decoder import find_decoder
+from penstock.model.loss import hidden_states
+from penstock.model.tiles import Tiled, _Sums, check_tiles, set_tiles, spans
+from penstock.model.unneeded import keep_last_products, leave_out_last_product
+
+CALLS_ONCE = [name for name in OTHERS if name not in ("gemma2", "gptj", "stablelm")]  # those have no varlen attention
+ROWS = {"packed": ((9, 1, 6), (3, 13)), "long": ((40,),), "alike": ((8, 8), (8, 8))}
+
+
+def called_with(model, rows="packed"):
+    """Every layer with what it is called with."""
+    decoder, batch, calls = find_decoder(model), packed(rows=ROWS[rows]), []
+    use_attention(model, "varlen")
+    hooks = [
+        layer.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True) for layer in decoder.layers
+    ]
+    with torch.no_grad():
+        hidden_states(decoder, batch.input_ids, batch.position_ids, batch.segments)
+    for hook in hooks:
+        hook.remove()
+    found = []
+    for layer, args, kwargs in calls:
+        kwargs = dict(kwargs)
+        hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        found.append((layer, hidden, args, kwargs))
+    return found
+
+
+def at_once(layer, hidden, args, kwargs, gradient):
+    """Result, gradient of the input, and of every weight that has one."""
+    layer.zero_grad()
+    x = hidden.detach().requires_grad_()
+    result = layer.forward(x, *args, **kwargs)
+    result.backward(gradient)
+    return [result.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+
+
+def in_tiles(layer, hidden, args, kwargs, gradient, tile=5, compiled=False):
+    layer.zero_grad()
+    set_tiles([layer], tile, pytest.fail, compiled=compiled)
+    with torch.no_grad():
+        result = layer.forward(hidden, *args, **kwargs)
+    of_input = layer.forward.gradient(gradient.clone(), hidden, *args, **kwargs)
+    set_tiles([layer], 0, pytest.fail)
+    return [result, of_input, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+
+
+def assert_close(ours, theirs, error=2e-6):
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= error * b.norm() + 3e-5  # what should be zero, as of keys' biases, is roundings
+
+
+@pytest.mark.parametrize("name", [*SEVEN, *CALLS_ONCE])
+def test_result_and_gradients_are_those_of_the_whole_layer(name):
+    for call in called_with(tiny_model(name)):
+        gradient = torch.randn(call[1].shape, generator=torch.Generator().manual_seed(1))
+        assert_close(in_tiles(*call, gradient), at_once(*call, gradient))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("tile", [1, 7, 8, 1000])
+def test_of_any_length(tile, rows):
+    for call in called_with(tiny_model("gpt_oss"), rows):
+        gradient = torch.randn(call[1].shape, generator=torch.Generator().manual_seed(1))
+        assert_close(in_tiles(*call, gradient, tile=tile), at_once(*call, gradient))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "qwen3_moe"])
+def test_compiled(name, tmp_path, monkeypatch):
+    """Both parts of the layer; layers of one kind share what is compiled, and nothing is compiled again."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    calls = called_with(tiny_model(name, num_hidden_layers=4), "long")
+    for number, call in enumerate(calls):
+        gradient = torch.randn(call[1].shape, generator=torch.Generator().manual_seed(1))
+        torch._dynamo.utils.counters.clear()
+        assert_close(in_tiles(*call, gradient, tile=10, compiled=True), at_once(*call, gradient), error=2e-5)
+        set_compile([call[0]], False, pytest.fail)
+        if number >= 2:
+            assert not torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_compiled_nothing_is_computed_that_is_not_used(tmp_path, monkeypatch):
+    """Before attention no MLP, and after it no projections of queries, keys and values."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    graphs = []
+
+    def noted(graph, inputs):
+        from torch._dynamo.backends.common import aot_autograd
+
+        def kept(module, _):
+            graphs.append(sum("mm" in str(node.target) for node in module.graph.nodes))
+            return module.forward
+
+        return aot_autograd(fw_compiler=kept)(graph, inputs)
+
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile_with(function, backend=noted))
+    layer, hidden, args, kwargs = called_with(tiny_model("llama"), "long")[0]
+    set_tiles([layer], 10, pytest.fail, compiled=True)
+    with torch.no_grad():
+        layer.forward(hidden, *args, **kwargs)
+    assert graphs == [3, 4], "queries, keys, values; output, gate, up, down"
+    torch._dynamo.reset()
+
+
+class Widest(TorchDispatchMode):
+    """The largest tensor that any operation gives."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.itemsize)
+        return result
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen3_moe"])
+def test_nothing_but_attention_is_as_long_as_the_row_and_wide(name):
+    """An MLP eight times as wide as the model: at once it makes that for every token, in tiles for a tile."""
+    wide = {"intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 8}
+    tokens, hidden = 480, 32
+    ROWS["wide"] = ((tokens // 16,) * 16,)
+    call = called_with(tiny_model(name, **wide), "wide")[0]
+    gradient = torch.ones(call[1].shape)
+    with Widest() as whole:
+        at_once(*call, gradient)
+    with Widest() as tiled:
+        in_tiles(*call, gradient, tile=20)
+    weights = max(p.numel() for p in call[0].parameters())
+    assert whole.numel >= 256 * tokens
+    assert tiled.numel <= max(tokens * hidden, weights)
+
+
+def test_sums_over_tiles_are_rounded_once():
+    """In bf16: the error against fp64 is that of one rounding, however many tiles there are."""
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(4096, 16, generator=generator).bfloat16() for _ in range(2))
+    exact = g.double().t() @ x.double()
+    errors = {}
+    for tiles in (1, 4, 64):
+        weight = torch.nn.Parameter(torch.zeros(16, 16, dtype=torch.bfloat16))
+        sums = _Sums([weight])
+        for tokens in spans(4096, 4096 // tiles):
+            sums.add([torch.nn.functional.linear(x[tokens], weight)], [], [g[tokens]])
+        sums.deliver()
+        errors[tiles] = float((weight.grad.double() - exact).norm() / exact.norm())
+    assert errors[4] < 1.5 * errors[1]
+    assert errors[64] < 1.5 * errors[1]
+
+
+def test_the_last_product_is_left_out_of_backward_here_too():
+    (layer, *call), _ = called_with(tiny_model("llama"))
+    gradient = torch.randn(call[0].shape)
+    whole = at_once(layer, *call, gradient)
+    assert leave_out_last_product(layer, (call[0],), call[2])
+    assert_close(in_tiles(layer, *call, gradient), whole)
+    keep_last_products([layer])
+
+
+def test_tiles_have_one_length_where_they_can():
+    assert spans(12, 5) == [slice(0, 4), slice(4, 8), slice(8, 12)]
+    assert spans(13, 5) == [slice(0, 5), slice(5, 10), slice(10, 13)]
+    assert spans(393_216, 16_384) == [slice(n, n + 16_384) for n in range(0, 393_216, 16_384)]
+    assert spans(3, 16) == [slice(0, 3)]
+
+
+def test_what_cannot_be_computed_in_tiles_is_refused():
+    layer, hidden, args, kwargs = called_with(tiny_model("llama"), "long")[0]
+    check_tiles(layer, (hidden, *args), kwargs)
+    assert not isinstance(layer.forward, Tiled)
+    norm = layer.post_attention_layernorm
+    norm.forward = lambda x: x - x.mean(1, keepdim=True)
+    with pytest.raises(ModelError, match="tokens meet outside of attention"):
+        check_tiles(layer, (hidden, *args), kwargs)
+    del norm.forward
+    once = layer.self_attn.forward
+    layer.self_attn.forward = lambda **asked: once(**asked) and once(**asked)
+    with pytest.raises(ModelError, match="2 times"):
+        check_tiles(layer, (hidden, *args), kwargs)
+    with pytest.raises(ModelError, match="varlen"):
+        check_tiles(layer, (hidden, *args), {})
