@@ -39,6 +39,7 @@ from penstock.machine.hardware import describe, pick_compile, pick_device, pick_
 from penstock.model.flops import flops_per_token, reference_flops_per_token
 from penstock.model.load import load_config, load_model
 from penstock.model.load_rows import build_on_meta, count_parameters
+from penstock.model.matmul import check_matmul
 from penstock.plan.report import with_recompute
 from penstock.recipe.lists import parse_size
 from penstock.recipe.recipe import Recipe
@@ -76,6 +77,7 @@ def bench(recipe: Recipe, asked: Asked, *, to: str, say: Say) -> Report:
     """Ceilings, the floor, our step in every variant, then peers. Each row is on disk as soon as it is known."""
     device = pick_device(recipe.device)
     recipe = dataclasses.replace(recipe, init="random", dtype=pick_dtype(recipe.dtype, device))
+    check_matmul(recipe, load_config(recipe), device)
     num_params = count_parameters(recipe, load_config(recipe))
     recipe = dataclasses.replace(recipe, compile=pick_compile(recipe, device, num_params))
     if layer_by_layer(recipe) or "auto" in (recipe.recompute, recipe.weights):

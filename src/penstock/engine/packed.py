@@ -18,6 +18,7 @@ from penstock.model.attention import Segments, use_attention
 from penstock.model.compiled import set_compile
 from penstock.model.decoder import find_decoder
 from penstock.model.loss import call_as, check_logits, head_loss, hidden_states
+from penstock.model.matmul import describe, set_matmul
 from penstock.model.recompute import set_recompute
 from penstock.model.unneeded import keep_last_products, leave_out_last_product
 from penstock.recipe.recipe import Recipe, recompute_by_layer
@@ -42,9 +43,12 @@ class PackedModel:
         self.decoder = find_decoder(model)
         self.device = next(model.parameters()).device
         use_attention(model, recipe.attention)
-        check_logits(model, self.decoder)
         layers, compiled = self.decoder.layers, pick_compile(recipe, self.device)
-        keep_last_products(layers)
+        self.compute_in("bf16")  # which is compared: a last bit may be another fp8 number, and that shows
+        check_logits(model, self.decoder)
+        self.compute_in(recipe.matmul)
+        if recipe.matmul == "fp8":
+            say(describe(model, layers, recipe, self.device))
         if one_by_one:
             set_compile(layers, False, say)
             set_recompute(layers, recompute_by_layer("none", len(layers)))
@@ -53,6 +57,11 @@ class PackedModel:
         set_recompute(layers, recompute_by_layer("none", len(layers)))
         set_recompute(layers, set_compile(layers, compiled, say, chosen, forward_too=one_by_one))
         model.train()
+
+    def compute_in(self, matmul: str) -> None:
+        """What products of the layers run in from here on: `bf16`, which is as they are written, or `fp8`."""
+        keep_last_products(self.decoder.layers)
+        set_matmul(self.model, self.decoder.layers, matmul)
 
     def _try_layers(self) -> None:
         """See, on a few tokens, of which layers the last product need not be computed again."""
