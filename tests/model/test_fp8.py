@@ -63,7 +63,7 @@ def gradients_of(linear, x, gradient):
     linear.zero_grad()
     product = linear(x)
     product.backward(gradient)
-    return product.detach(), x.grad, linear.weight.grad.clone()
+    return product.detach(), x.grad, linear.get_parameter("weight").grad.clone()
 
 
 def case(tokens=32, dtype=torch.float32, bias=False):
@@ -123,7 +123,7 @@ def test_zeros_stay_zeros_and_what_is_no_number_shows():
 
 
 def test_the_largest_number_is_cast_to_the_largest_and_never_beyond():
-    """Whatever its size: two roundings of the scale may bring it over the type's largest, and the cast brings it back."""
+    """Whatever its size: two roundings may bring it over the type's largest, and the cast brings it back."""
     linear = nn.Linear(16, 16, bias=False)
     linear.__class__ = Fp8Linear
     with torch.no_grad():
@@ -143,6 +143,22 @@ def test_it_is_what_torchao_computes():
         linear.__class__ = Fp8Linear
         for a, b in zip(gradients_of(linear, x, gradient), theirs, strict=True):
             assert relative(a, b) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
+@pytest.mark.parametrize("tokens", [2048, 1000, 5])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpu_multiplies_the_same_numbers(tokens, compiled):
+    """Compiled at a size at which kernels store fp8 transposed: garbage there would be infinities and no numbers."""
+    torch.manual_seed(tokens)
+    linear = nn.Linear(1024, 1536, bias=False, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, tokens, 1024, device="cuda", dtype=torch.bfloat16)
+    gradient = torch.randn(2, tokens, 1536, device="cuda", dtype=torch.bfloat16)
+    linear.__class__ = Fp8Linear
+    found = gradients_of(torch.compile(linear) if compiled else linear, x, gradient)
+    for ours, theirs in zip(found, reference(x, linear.weight.detach(), gradient), strict=True):
+        assert relative(ours, theirs) < 2**-7, "sums of forward have fewer bits"
 
 
 # --- in a model -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ clamps. It need not: |x| * (MAX / largest) is over MAX by two roundings at most,
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class _Product(torch.autograd.Function):
         return product.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight, of_x, of_weight = ctx.saved_tensors
         return fp8_gradients(x, weight, gradient, (of_x, of_weight), ctx.needs_input_grad)
 
@@ -111,8 +111,7 @@ def _multiply(
     a: Tensor, b: Tensor, step_a: Tensor, step_b: Tensor, dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
     """`a @ b.T`: tensor cores take fp8 only with both factors stored along the axis that is summed over."""
-    product = torch._scaled_mm(a, b.t(), scale_a=step_a, scale_b=step_b, out_dtype=dtype, use_fast_accum=fast)
-    return cast(Tensor, product)
+    return torch._scaled_mm(a, b.t(), scale_a=step_a, scale_b=step_b, out_dtype=dtype, use_fast_accum=fast)
 
 
 def _whole(rows: Tensor) -> Tensor:

@@ -69,10 +69,17 @@ def set_matmul(model: PreTrainedModel, layers: Sequence[nn.Module], matmul: str)
     """Let the products of the layers run in fp8, or as they are written."""
     for module in (module for layer in layers for module in layer.modules()):
         if type(module) is Fp8Linear:
-            module.__class__ = nn.Linear
+            module.__class__ = nn.Linear  # type: ignore[assignment]
     if matmul == "fp8":
         for linear in choose(model, layers).linears:
             linear.__class__ = Fp8Linear
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether a GPU multiplies fp8 numbers itself. AMD's have another type, which is not there yet."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
 def check_matmul(recipe: Recipe, config: PreTrainedConfig, device: torch.device) -> None:
@@ -80,16 +87,13 @@ def check_matmul(recipe: Recipe, config: PreTrainedConfig, device: torch.device)
     if recipe.matmul != "fp8":
         return
     use_bf16 = "Use --matmul bf16."
-    if device.type == "cuda":
-        if torch.version.hip:
-            what = "fp8 products on AMD's GPUs are not there yet: theirs is another type"
-            raise RecipeError(what, where="matmul = 'fp8'", remedy=use_bf16)
-        capability = torch.cuda.get_device_capability(device)
-        if capability < FIRST_CAPABILITY:
-            name = torch.cuda.get_device_name(device)
-            what = f"{name} has no fp8 products: its compute capability is {capability[0]}.{capability[1]}, under 8.9"
-            remedy = f"{use_bf16} GPUs from Ada and Hopper on have them."
-            raise RecipeError(what, where="matmul = 'fp8'", remedy=remedy)
+    if device.type == "cuda" and not has_fp8(device):
+        name, capability = (
+            torch.cuda.get_device_name(device),
+            ".".join(map(str, torch.cuda.get_device_capability(device))),
+        )
+        what = f"{name} has no fp8 products that torch knows of (compute capability {capability})"
+        raise RecipeError(what, where="matmul = 'fp8'", remedy=f"{use_bf16} NVIDIA's have them from Ada (8.9) on.")
     model = build_on_meta(recipe, config, torch.bfloat16, lambda model: model.tie_weights())
     chosen = choose(model, find_decoder(model).layers)
     if not chosen.linears:

@@ -38,6 +38,9 @@ class Work:
     dtype_bytes: int = 2
     compiled: bool = False
     """Layers are compiled, and then keep no more than products and attention; those with experts are not."""
+    matmul: str = "bf16"
+    passes: int = 1
+    """Micro-batches that these rows are; each has its own casts of the weights to fp8."""
 
     @property
     def tokens(self) -> int:
@@ -119,6 +122,9 @@ def in_flight_bytes(a: Architecture, work: Work) -> float:
     b, h = work.dtype_bytes, a.hidden
     inner = a.experts_per_token * a.moe_intermediate if a.experts else a.intermediate
     found = float(work.tokens * 2 * b * (inner + h))
+    if work.matmul == "fp8":  # of the widest product: its gradient both ways round, its input, its weight; not measured
+        wide = a.heads * a.head_dim if a.experts else inner
+        found += work.tokens * (2 * wide + h) + wide * h
     return found + work.tokens * b * a.experts_per_token * h if a.experts else found
 
 

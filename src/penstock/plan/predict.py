@@ -263,14 +263,14 @@ def _rank(job: Job, settings: Settings, machine: Machine, gpus: int) -> _Rank:
     a = job.architecture
     rows = -(-job.batch_size // gpus)
     micro = min(settings.micro_batch, rows)
-    work = Work(micro, job.length, settings.recompute, job.attention, job.dtype_bytes, job.compiled)
+    work = Work(micro, job.length, settings.recompute, job.attention, job.dtype_bytes, job.compiled, job.matmul)
     sharers = 1 if machine.has_gpu else gpus
     rank = replace(
         machine,
         matrix_flops_per_s=machine.matrix_flops_per_s / sharers,
         device_memory_bytes_per_s=machine.device_memory_bytes_per_s / sharers,
     )
-    step, one = (speed.arithmetic(a, w, rank) for w in (replace(work, rows=rows), work))
+    step, one = (speed.arithmetic(a, w, rank) for w in (replace(work, rows=rows, passes=-(-rows // micro)), work))
     return _Rank(rank, a.num_parameters() / gpus, rows, micro, step, one, peaks(a, work, gpus))
 
 
@@ -333,7 +333,7 @@ def _rates(machine: Machine, gpus: int) -> Rates:
 def _layer_step(job: Job, settings: Settings) -> LayerStep:
     manner = Manner(job.in_backward, job.overlap, accumulate_dtype=job.accumulate_dtype)
     rows = min(settings.micro_batch, job.batch_size)
-    work = Work(rows, job.length, "full", job.attention, job.dtype_bytes, job.compiled)
+    work = Work(rows, job.length, "full", job.attention, job.dtype_bytes, job.compiled, job.matmul)
     parked = settings.inputs == "parked"
     return LayerStep(job.architecture, work, job.batch_size, settings.streamed, settings.order, parked, manner)
 
