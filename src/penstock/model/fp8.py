@@ -38,10 +38,15 @@ def fp8_product(x: Tensor, weight: Tensor) -> Tensor:
     return product
 
 
+def fp8_largest(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What the casts of both depend on."""
+    return _largest(x), _largest(weight)
+
+
 def fp8_gradients(
     x: Tensor, weight: Tensor, gradient: Tensor, largest: tuple[Tensor, Tensor], wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of the product by `x` and by `weight`, as far as they are wanted. `largest`: as `_largest` gives it, of both."""
+    """Of the product by `x` and by `weight`, as far as they are wanted. `largest`: as `fp8_largest` gives it."""
     rows, tokens = _whole(gradient.reshape(-1, gradient.shape[-1])), gradient.numel() // gradient.shape[-1]
     top = _largest(rows)
     narrow = _cast(rows, top, _E5M2)
@@ -62,7 +67,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        largest = _largest(x), _largest(weight)
+        largest = fp8_largest(x, weight)
         ctx.save_for_backward(x, weight, *largest)
         rows = _cast(x.reshape(-1, x.shape[-1]), largest[0], _E4M3)
         steps = _step(largest[0], _E4M3), _step(largest[1], _E4M3)
@@ -83,11 +88,6 @@ class Fp8Linear(nn.Linear):
         """As `nn.Linear`. The bias is added to the rounded product."""
         product = fp8_product(x, self.weight)
         return product if self.bias is None else product + self.bias
-
-
-def fp8_largest(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What the casts of both depend on."""
-    return _largest(x), _largest(weight)
 
 
 def _largest(x: Tensor) -> Tensor:

@@ -17,18 +17,12 @@ from torch import Tensor, nn
 from penstock.model.fp8 import Fp8Linear, fp8_gradients, fp8_largest
 
 
-@torch.library.custom_op("penstock::unneeded_product", mutates_args=())
-def _unneeded(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-@torch.library.custom_op("penstock::unneeded_fp8_product", mutates_args=())
-def _unneeded_fp8(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
 def _shaped(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_unneeded = torch.library.custom_op("penstock::unneeded_product", _shaped, mutates_args=())
+_unneeded_fp8 = torch.library.custom_op("penstock::unneeded_fp8_product", _shaped, mutates_args=())
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
