@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # fp8 products on the GPU machine: OUT=out benchmarks/fp8.sh JOB...
 # Needs what `benchmarks/h200.sh` without a job sets up. Each job has its own time limit; results go to $OUT.
-#   tests      what is marked gpu of the tests of fp8        graph      whether a compiled layer has the products, and when
+#   tests      what is marked gpu of the tests of fp8        two        two layers of llama-8b, compiled: does it run
 #   llama      llama-8b 4 x 4096, clipped, both kinds        qwen       qwen3-14b 4 x 4096, clipped and not, both kinds
 #   gradients  relative error by layer, llama-8b's shapes    quality    200 steps, three seeds, both data: MODEL, DATA
 set -u
@@ -23,8 +23,7 @@ for job in "$@"; do
   case $job in
     tests) timeout 200 python3 -m pytest -q -m gpu -p no:cacheprovider tests/model/test_fp8.py tests/engine/test_fp8.py > "$OUT/fp8-tests.log" 2>&1
       echo "tests: exit $?"; tail -n 8 "$OUT/fp8-tests.log" ;;
-    # Two layers of llama-8b: seconds to learn whether the compiler takes the products and what it keeps.
-    graph) matmul=fp8; measure graph 150 llama-8b --shape num_hidden_layers=2 --batch-size 2 --micro-batch-size 1 --recompute none \
+    two) matmul=fp8; measure two 150 llama-8b --shape num_hidden_layers=2 --batch-size 2 --micro-batch-size 1 --recompute none \
       --matmul fp8 --updates after-norm --steps 3 ;;
     llama) for matmul in bf16 fp8; do
         measure llama 200 llama-8b --micro-batch-size 1 --recompute none --updates after-norm --matmul $matmul --steps 8
