@@ -45,6 +45,7 @@ CHANGES = {
     "bucket_size": None,
     "param_offload": None,
     "nvme_path": None,
+    "matmul": {"matmul": "fp8"},
     "bind_cores": None,
     "leaf_module": None,
     "deepspeed_config": None,

@@ -159,3 +159,21 @@ def test_a_timeline_has_every_lane_of_every_row(tmp_path):
     for line in lines:
         assert {"in", "update", "out", "cpu", "forward", "backward", "wait"} <= {lane for lane, _, _ in line["spans"]}
         assert all(start <= end for _, start, end in line["spans"])
+
+
+def test_fp8_rows_have_a_floor_in_the_same_arithmetic(tmp_path):
+    said = []
+    asked = Asked(steps=1, updates=("after-norm",))
+    found = bench(dataclasses.replace(TINY, matmul="fp8"), asked, to=str(tmp_path), say=said.append)
+    assert [(row.system, row.matmul) for row in found.rows] == [("floor", "fp8"), ("penstock", "fp8")]
+    assert sum("fp8: 14 linear layers" in line for line in said) == 2, "the floor's model and the step's"
+    table = (tmp_path / "table.txt").read_text()
+    assert "floor fp8" in table
+    assert "penstock fp8" in table
+
+
+def test_peers_have_no_fp8(capsys):
+    from penstock.command.cli import main
+
+    assert main(["bench", "llama-8b", "--matmul", "fp8", "--against", "torchao"]) == 2
+    assert "peers compute in bf16" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from penstock.engine.trial import full_batch
 from penstock.model.attention import VARLEN
 from penstock.plan import memory
 from penstock.plan.architecture import from_config
-from penstock.plan.memory import Work, disk, peaks, saved_in_layer
+from penstock.plan.memory import Work, disk, in_flight_bytes, peaks, saved_in_layer
 from penstock.recipe.presets import ARCHITECTURES
 from penstock.recipe.recipe import Recipe
 
@@ -124,3 +124,10 @@ def test_disk_holds_checkpoints_and_the_model():
     assert found.checkpoint_bytes == 12e9
     assert found.peak_bytes == 3 * 12e9 + 2e9
     assert disk(10**9, 10.0, 2, checkpoints=0).peak_bytes == 2e9
+
+
+def test_casts_to_fp8_are_beside_what_a_layer_computes():
+    a = ARCHITECTURES["meta-llama/Llama-3.1-8B"]
+    bf16, fp8 = (in_flight_bytes(a, Work(1, 4096, "none", matmul=word)) for word in ("bf16", "fp8"))
+    assert fp8 - bf16 == 4096 * (2 * a.intermediate + a.hidden) + a.intermediate * a.hidden
+    assert saved_in_layer(a, Work(1, 4096, "none", matmul="fp8")) == saved_in_layer(a, Work(1, 4096, "none"))

@@ -303,3 +303,19 @@ def test_without_a_gpu_no_time_is_predicted(monkeypatch, capsys):
     assert (found["seconds"], found["tokens_per_s"], found["model_tflops"]) == (None, None, None)
     assert found["host_bytes"] > 0
     assert "of a CPU nothing is measured" in err
+
+
+def test_fp8_products_are_planned_and_shown(capsys):
+    assert main(["plan", "llama-8b", "--gpu", "h200", "--matmul", "fp8", "--json"]) == 0
+    fp8 = json.loads(capsys.readouterr().out)
+    assert main(["plan", "llama-8b", "--gpu", "h200", "--json"]) == 0
+    bf16 = json.loads(capsys.readouterr().out)
+    assert (fp8["matmul"], bf16["matmul"]) == ("fp8", "bf16")
+    assert fp8["tokens_per_s"] > 1.2 * bf16["tokens_per_s"]
+    assert main(["plan", "llama-8b", "--gpu", "h200", "--matmul", "fp8"]) == 0
+    assert "fp8 products, exact fp32 state" in capsys.readouterr().out
+
+
+def test_a_machine_without_fp8_products_is_refused(capsys):
+    assert main(["plan", "llama-8b", "--gpu", "a100", "--matmul", "fp8"]) == 2
+    assert "a100 has no fp8 products" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from penstock.bench.timing import median_seconds, rate
 from penstock.flow.arena import Arena
 from penstock.flow.lanes import Streams
 from penstock.machine.hardware import available_host_bytes, near_cores, usable_cores
+from penstock.model.matmul import has_fp8
 from penstock.plan.layout import FORMATS, Chunk
 from penstock.update.adamw import AdamW
 from penstock.update.formats import view_state
@@ -45,6 +46,8 @@ class Ceilings:
     """Our kernel: bf16 gradient in, bf16 weight out, exact fp32 state."""
     torch_adamw_params_per_s: float
     """torch.optim.AdamW(fused=True), all fp32, on the same cores."""
+    fp8_flops_per_s: float | None = None
+    """The same product of fp8 numbers, without the casts."""
 
     def lines(self) -> list[str]:
         """For people."""
@@ -60,7 +63,8 @@ class Ceilings:
         return [
             link,
             memory,
-            f"matrix product: {self.matrix_flops_per_s / 1e12:.4g} TFLOP/s",
+            f"matrix product: {self.matrix_flops_per_s / 1e12:.4g} TFLOP/s"
+            + (f", of fp8 numbers {self.fp8_flops_per_s / 1e12:.4g}" if self.fp8_flops_per_s else ""),
             f"CPU AdamW: {self.cpu_adamw_params_per_s / 1e9:.2f} G parameters/s, "
             f"torch's fused one {self.torch_adamw_params_per_s / 1e9:.2f}",
         ]
@@ -84,6 +88,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
         matrix_flops_per_s=_matrix(device, dtype),
         cpu_adamw_params_per_s=_cpu_adamw(cores, 2**26 if large else 2**22),
         torch_adamw_params_per_s=fused,
+        fp8_flops_per_s=_fp8_matrix(device) if has_fp8(device) else None,
     )
 
 
@@ -140,6 +145,16 @@ def _matrix(device: torch.device, dtype: torch.dtype) -> float:
     size, times = (8192, 20) if device.type == "cuda" else (512, 3)
     a = torch.randn(size, size, device=device).to(dtype)
     return float(2.0 * size**3 / median_seconds(lambda: torch.mm(a, a), device, times))
+
+
+def _fp8_matrix(device: torch.device) -> float:
+    size, one = 8192, torch.ones((), device=device)
+    a = torch.randn(size, size, device=device).to(torch.float8_e4m3fn)
+
+    def multiply() -> object:
+        return torch._scaled_mm(a, a.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return float(2.0 * size**3 / median_seconds(multiply, device, 20))
 
 
 def _cpu_adamw(cores: Sequence[int], n: int) -> float:

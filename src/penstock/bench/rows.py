@@ -62,7 +62,7 @@ class Row:
     model_tflops: float | None
     """FLOPs of the model, recompute not counted, over the time of the step."""
     matrix_tflops: float | None
-    """The machine's rate for one large matrix product in the same run."""
+    """The machine's rate for one large matrix product in the same run, of fp8 numbers in rows with fp8 products."""
     gpu_bytes: int
     """Peak of what torch's allocator handed out."""
     host_bytes: int
@@ -90,6 +90,8 @@ class Row:
     """What was taken of the GPU after the steps as the driver sees it, context included."""
     retries: int = 0
     """How often torch's allocator found no memory and waited for the device to get some back, in all steps."""
+    matmul: str = "bf16"
+    """In what the decoder's linear layers multiply; the floor of the row does the same."""
 
 
 def row_of(values: dict[str, Any]) -> Row:
@@ -184,7 +186,8 @@ def is_noise(row: Row) -> bool:
 
 def _cells(row: Row, best: float | None) -> tuple[str, ...]:
     clip = "yes" if row.clip else "no" if row.states else ""
-    words = (row.system, row.mode, row.schedule, row.states, clip, str(row.micro_batch), row.recompute)
+    system = f"{row.system} fp8" if row.matmul == "fp8" else row.system
+    words = (system, row.mode, row.schedule, row.states, clip, str(row.micro_batch), row.recompute)
     if row.step_s is None:
         return words
     return (
@@ -215,7 +218,8 @@ def _flow(row: Row) -> str:
 
 def _name(row: Row) -> str:
     ours = row.system == "penstock"
-    words = ("" if ours else row.system, row.mode, row.schedule, row.states, "clipped" if row.clip else "")
+    fp8, clipped = "fp8" if row.matmul == "fp8" else "", "clipped" if row.clip else ""
+    words = ("" if ours else row.system, fp8, row.mode, row.schedule, row.states, clipped)
     return " ".join(filter(None, words))
 
 

@@ -39,6 +39,7 @@ from penstock.machine.hardware import describe, pick_compile, pick_device, pick_
 from penstock.model.flops import flops_per_token, reference_flops_per_token
 from penstock.model.load import load_config, load_model
 from penstock.model.load_rows import build_on_meta, count_parameters
+from penstock.model.matmul import check_matmul
 from penstock.plan.report import with_recompute
 from penstock.recipe.lists import parse_size
 from penstock.recipe.recipe import Recipe
@@ -76,6 +77,7 @@ def bench(recipe: Recipe, asked: Asked, *, to: str, say: Say) -> Report:
     """Ceilings, the floor, our step in every variant, then peers. Each row is on disk as soon as it is known."""
     device = pick_device(recipe.device)
     recipe = dataclasses.replace(recipe, init="random", dtype=pick_dtype(recipe.dtype, device))
+    check_matmul(recipe, load_config(recipe), device)
     num_params = count_parameters(recipe, load_config(recipe))
     recipe = dataclasses.replace(recipe, compile=pick_compile(recipe, device, num_params))
     if layer_by_layer(recipe) or "auto" in (recipe.recompute, recipe.weights):
@@ -98,7 +100,8 @@ def bench(recipe: Recipe, asked: Asked, *, to: str, say: Say) -> Report:
     config = load_config(recipe)
     architecture = build_on_meta(recipe, config, torch.bfloat16, lambda model: model.tie_weights())
     flops, reference = flops_of_step(architecture, recipe), reference_flops_of_step(architecture, recipe)
-    case = Case(recipe, device, ceilings.matrix_flops_per_s / 1e12, flops, reference_flops=reference)
+    rate = (recipe.matmul == "fp8" and ceilings.fp8_flops_per_s) or ceilings.matrix_flops_per_s
+    case = Case(recipe, device, rate / 1e12, flops, reference_flops=reference)
     if asked.timeline:
         case = dataclasses.replace(case, timeline=results.directory / "timeline.jsonl")
     for row in our_rows(case, wanted, asked.steps, say):
@@ -179,6 +182,7 @@ class Case:
             "micro_batch": recipe.rows_at_once,
             "recompute": recipe.recompute,
             "compiled": recipe.compile,
+            "matmul": recipe.matmul,
             "floor_s": self.floor_s,
             "exposed_s": step_s - self.floor_s if step_s and self.floor_s else None,
             "tokens_per_s": recipe.batch_size * recipe.max_length / step_s if step_s else None,
@@ -202,7 +206,8 @@ class Case:
 
 def show(row: Row) -> str:
     """A row while the others are still to come."""
-    words = (row.system, row.mode, row.schedule, row.states, "clipped" if row.clip else "", row.setting)
+    fp8, clipped = "fp8" if row.matmul == "fp8" else "", "clipped" if row.clip else ""
+    words = (row.system, fp8, row.mode, row.schedule, row.states, clipped, row.setting)
     name = " ".join(filter(None, words))
     if row.step_s is None or not row.floor_s:
         return f"{name}: {row.error}"

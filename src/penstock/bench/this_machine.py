@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 BUSY_SHARE = 0.25
 """Of the cores, from which on what others do shows in what is measured."""
-_FORMAT = 3
+_FORMAT = 4
 """Raised when what is measured changes, so that old files are measured again."""
 
 
@@ -124,6 +124,7 @@ def measure() -> Machine:
         link_bytes_per_s=link or 1.0,
         host_params_per_s=updates,
         masters_per_s=masters,
+        fp8_flops_per_s=ceilings.fp8_flops_per_s or 0.0,
         measured=True,
         sources=(f"measured here: {describe(device)}", *ceilings.lines()),
     )

@@ -214,6 +214,8 @@ def bench(words: list[str]) -> int:
         "formats": read_choices("--formats", args.formats, ("fp32", "bf16", "int8")),
         "peer_modes": read_choices("--peer-modes", args.peer_modes, modes),
     }
+    if chosen["against"] and args.recipe.matmul != "bf16":
+        raise RecipeError("peers compute in bf16", where="--against", remedy="Measure them with --matmul bf16.")
     ratios = read_ratios(args.peer_ratio)
     quiet_libraries(args.debug)
     from penstock.bench.run import Asked

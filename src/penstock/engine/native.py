@@ -238,7 +238,8 @@ class NativeEngine:
         gc.unfreeze()  # what dies from here on can be found again
         if self._layerwise is not None:
             self._layerwise.inputs.close()
-        if self._weights is not None:  # the model answers and is exported, through the same slots
+        self.packed.compute_in("bf16")  # the model answers and is exported as whoever loads it will compute
+        if self._weights is not None:  # through the same slots
             self._weights.updated = lambda module: None
 
     def drop_weights(self) -> None:

@@ -18,6 +18,7 @@ from penstock.model.attention import Segments, use_attention
 from penstock.model.compiled import set_compile
 from penstock.model.decoder import find_decoder
 from penstock.model.loss import call_as, check_logits, head_loss, hidden_states
+from penstock.model.matmul import describe, set_matmul
 from penstock.model.recompute import set_recompute
 from penstock.model.tiles import check_tiles, set_tiles
 from penstock.model.unneeded import keep_last_products, leave_out_last_product
@@ -43,28 +44,37 @@ class PackedModel:
         self.decoder = find_decoder(model)
         self.device = next(model.parameters()).device
         use_attention(model, recipe.attention)
-        check_logits(model, self.decoder)
         layers, compiled = self.decoder.layers, pick_compile(recipe, self.device)
         tile = tile_tokens(recipe) if one_by_one else 0
         set_tiles(layers, 0, say)
-        keep_last_products(layers)
+        self.compute_in("bf16")  # which is compared: a last bit may be another fp8 number, and that shows
+        check_logits(model, self.decoder)
         if one_by_one:
             set_compile(layers, False, say)
             set_recompute(layers, recompute_by_layer("none", len(layers)))
-            self._try_layers(in_tiles=tile > 0)
+        if tile:
+            self._try_layers(check_tiles)
+        self.compute_in(recipe.matmul)
+        if recipe.matmul == "fp8":
+            say(describe(model, layers, recipe, self.device))
+        if one_by_one:
+            self._try_layers(leave_out_last_product)
         chosen = recompute_by_layer("none" if one_by_one else recipe.recompute, len(layers))
         set_recompute(layers, recompute_by_layer("none", len(layers)))
         set_recompute(layers, set_compile(layers, compiled and not tile, say, chosen, forward_too=one_by_one))
         set_tiles(layers, tile, say, compiled=compiled)
         model.train()
 
-    def _try_layers(self, *, in_tiles: bool) -> None:
-        """See, on a few tokens, of which layers the last product need not be computed again, and whether tiles hold."""
+    def compute_in(self, matmul: str) -> None:
+        """What products of the layers run in from here on: `bf16`, which is as they are written, or `fp8`."""
+        keep_last_products(self.decoder.layers)
+        set_matmul(self.model, self.decoder.layers, matmul)
+
+    def _try_layers(self, trial: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], object]) -> None:
+        """Call `trial` with every layer and what it is called with, for a few tokens."""
 
         def called(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if in_tiles:
-                check_tiles(layer, args, kwargs)
-            leave_out_last_product(layer, args, kwargs)
+            trial(layer, args, kwargs)
 
         hooks = [layer.register_forward_pre_hook(called, with_kwargs=True) for layer in self.decoder.layers]
         try:

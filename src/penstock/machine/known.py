@@ -16,6 +16,10 @@ from penstock.recipe.lists import parse_size
 RESULTS = "benchmarks/results/2026-11-15-h200"
 MATRIX_SHARE = 784e12 / 989.4e12
 """Of the dense bf16 peak, what an 8192-cubed product gives on the H200 (RESULTS/ceilings.json)."""
+FP8_SHARE = 1340e12 / (2 * 989.4e12)
+"""Of the dense fp8 peak, which is twice that of bf16, what one large product is taken to give. It follows from forward
+and backward of llama-8b, 4 x 4096 tokens, on the H200: 1.020 s with fp8 products and 1.343 s with bf16 ones, casts
+counted as memory traffic (`plan/speed.py`)."""
 MEMORY_SHARE = 4.18e12 / 4.8e12
 """Of the GPU memory's bandwidth, what a copy gives, read and write counted (RESULTS/ceilings.json)."""
 LINK_SHARE = 36e9 / 64e9
@@ -51,6 +55,8 @@ class Machine:
     """CPU AdamW by the usual share of the cores, while the link is busy."""
     masters_per_s: float = 0.0
     """Masters that the same cores update while weights come and no state streams; 0: as many as parameters."""
+    fp8_flops_per_s: float = 0.0
+    """Of one large product of fp8 numbers; 0 where there is none."""
     peer_bytes_per_s: float = 25e9
     """Between GPUs, each way."""
     gpus_per_host: int = 0
@@ -99,6 +105,7 @@ def _machine(
     *sources: str,
     gpus_per_host: int = 0,
     unified: bool = False,
+    fp8: bool = True,
 ) -> Machine:
     memory = peak.host_memory_gb_per_s * 1e9 * HOST_MEMORY_SHARE
     return Machine(
@@ -111,6 +118,7 @@ def _machine(
         link_bytes_per_s=peak.link_gb_per_s * 1e9 * LINK_SHARE,
         host_params_per_s=min(0.9 * cores * PARAMS_PER_CORE, memory / HOST_TRAFFIC),
         masters_per_s=min(0.9 * cores * MASTERS_PER_CORE, memory / MASTER_TRAFFIC),
+        fp8_flops_per_s=2 * peak.matrix_tflops * 1e12 * FP8_SHARE if fp8 else 0.0,
         peer_bytes_per_s=peak.peer_gb_per_s * 1e9 * 0.8,
         gpus_per_host=gpus_per_host,
         unified=unified,
@@ -133,6 +141,7 @@ H200 = Machine(
     link_bytes_per_s=36e9,
     host_params_per_s=3.5e9,
     masters_per_s=7.6e9,
+    fp8_flops_per_s=2 * 989.4e12 * FP8_SHARE,
     peer_bytes_per_s=450e9 * 0.8,
     measured=True,
     sources=(
@@ -148,7 +157,7 @@ MACHINES: dict[str, Machine] = {
         _machine("h100", 81559, 512, 32, Peak(989.4, 3350, 64, 300, 450),
                  _KLOCKWOOD + "h100", _SMI, _HOST),
         _machine("a100", 81920, 512, 32, Peak(312, 2039, 32, 200, 300),
-                 _KLOCKWOOD + "A100", _SMI, _HOST),
+                 _KLOCKWOOD + "A100", _SMI, _HOST, fp8=False),
         _machine("gh200", 97871, 480, 72, Peak(989.4, 4000, 450, 500, 150),
                  "https://datacrunch.io/blog/data-movement-in-the-nvidia-gh200-grace-hopper-superchip (96 GB HBM3, "
                  "480 GB LPDDR5X, C2C 450 GB/s one way)", _KLOCKWOOD + "h100 (matrix rate)", _SMI,
@@ -162,7 +171,7 @@ MACHINES: dict[str, Machine] = {
                  "https://www.tomshardware.com/pc-components/cpus/amd-unveils-instinct-mi300x-gpu-and-mi300a-apu-"
                  "claims-up-to-16x-lead-over-nvidias-competing-gpus (128 GB shared by CPU and GPU)",
                  "matrix rate: AMD's data sheet, not looked up again; ROCm was never run",
-                 gpus_per_host=1, unified=True),
+                 gpus_per_host=1, unified=True, fp8=False),
         _machine("rtx4090", 24564, 128, 16, Peak(165.2, 1008, 32, 80, 20),
                  "https://hmc-tech.com/gpus/nvidia-geforce-rtx-4090-vs-nvidia-rtx-pro-5000-blackwell", _SMI, _HOST),
         _machine("rtx5090", 32607, 128, 16, Peak(209.5, 1792, 64, 80, 40),

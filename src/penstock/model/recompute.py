@@ -41,7 +41,8 @@ _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.torch_attn._varlen_attn.default,
 }
-PRODUCTS = _MATRIX | _ATTENTION | {_aten._grouped_mm.default}
+_FP8 = _aten._scaled_mm.default
+PRODUCTS = _MATRIX | _ATTENTION | {_aten._grouped_mm.default, _FP8}
 """Matrix products and attention: nearly all the time of a layer, and half of what it keeps."""
 WIDENS = 2
 """A product whose result is more than so many times as wide as what went in is computed again by `selected`."""
@@ -61,12 +62,16 @@ def set_recompute(layers: Sequence[nn.Module], chosen: Sequence[Recompute]) -> N
 
 def keeping_products() -> Any:
     """For `checkpoint`: contexts of a forward that keeps products and attention, and of one that repeats the rest."""
-    return create_selective_checkpoint_contexts(lambda _, operation, *args, **kwargs: _saved(operation in PRODUCTS))
+    return create_selective_checkpoint_contexts(
+        lambda _, operation, *args, **kwargs: _saved(operation in PRODUCTS or _is_scale(operation, args))
+    )
 
 
 def keeping_narrow() -> Any:
     """The same, but products that widen, and those of experts, are repeated too."""
-    return create_selective_checkpoint_contexts(lambda _, operation, *args, **kwargs: _saved(_narrow(operation, args)))
+    return create_selective_checkpoint_contexts(
+        lambda _, operation, *args, **kwargs: _saved(_narrow(operation, args) or _is_scale(operation, args))
+    )
 
 
 class _Watch(TorchDispatchMode):
@@ -102,10 +107,15 @@ def _storages(tensors: Any) -> set[int]:
 
 
 def _narrow(operation: Any, args: Sequence[Any]) -> bool:
-    if operation in _MATRIX:
-        inner, width = args[-1].shape[-2:]
+    if operation in _MATRIX or operation is _FP8:
+        inner, width = args[1 if operation is _FP8 else -1].shape[-2:]
         return bool(width <= WIDENS * inner)
     return operation in _ATTENTION
+
+
+def _is_scale(operation: Any, args: Sequence[Any]) -> bool:
+    """The largest number of a whole tensor, by which fp8 casts are scaled: four bytes for a pass over all of it."""
+    return operation is _aten.amax.default and len(args) == 1
 
 
 def _saved(yes: bool) -> CheckpointPolicy:

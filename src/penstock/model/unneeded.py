@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.model.fp8 import Fp8Linear, fp8_gradients, fp8_largest
 
-@torch.library.custom_op("penstock::unneeded_product", mutates_args=())
-def _unneeded(x: Tensor, weight: Tensor) -> Tensor:
+
+def _shaped(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@_unneeded.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+_unneeded = torch.library.custom_op("penstock::unneeded_product", _shaped, mutates_args=())
+_unneeded_fp8 = torch.library.custom_op("penstock::unneeded_fp8_product", _shaped, mutates_args=())
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -37,7 +37,14 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]
     return by_x, by_weight
 
 
-_unneeded.register_autograd(_backward, setup_context=_save)
+def _fp8_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    x, weight = ctx.saved_tensors
+    return fp8_gradients(x, weight, gradient, fp8_largest(x, weight), ctx.needs_input_grad)
+
+
+for _product, _gradients_of in ((_unneeded, _backward), (_unneeded_fp8, _fp8_backward)):
+    _product.register_fake(_shaped)
+    _product.register_autograd(_gradients_of, setup_context=_save)
 
 
 class _LastLinear(nn.Linear):
@@ -54,17 +61,32 @@ class _LastLinear(nn.Linear):
         return product
 
 
+class _LastFp8Linear(Fp8Linear):
+    """The same of fp8 products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `Fp8Linear`, where the value is needed."""
+        if not torch.is_grad_enabled():
+            return super().forward(x)
+        product: Tensor = _unneeded_fp8(x, self.weight)
+        return product
+
+
+_LAST: dict[type[nn.Linear], type[nn.Linear]] = {nn.Linear: _LastLinear, Fp8Linear: _LastFp8Linear}
+_WHOLE = {last: whole for whole, last in _LAST.items()}
+
+
 def keep_last_products(layers: Sequence[nn.Module]) -> None:
     """Undo what `leave_out_last_product` did."""
     for module in (module for layer in layers for module in layer.modules()):
-        if isinstance(module, _LastLinear):
-            module.__class__ = nn.Linear  # type: ignore[assignment]
+        if isinstance(module, nn.Linear) and type(module) in _WHOLE:
+            module.__class__ = _WHOLE[type(module)]
 
 
 def leave_out_last_product(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Leave it out when gradients are wanted, if they stay the same for this call; whether they did."""
     called: list[nn.Linear] = []
-    linears = [m for m in layer.modules() if type(m) is nn.Linear and m.bias is None]
+    linears = [m for m in layer.modules() if isinstance(m, nn.Linear) and type(m) in _LAST and m.bias is None]
     hooks = [m.register_forward_hook(lambda module, *_: called.append(module)) for m in linears]
     try:
         with_it = _gradients(layer, args, kwargs)
@@ -74,11 +96,12 @@ def leave_out_last_product(layer: nn.Module, args: tuple[Any, ...], kwargs: dict
     if not called or called.count(called[-1]) > 1:
         return False
     last = called[-1]
-    last.__class__ = _LastLinear
+    whole = type(last)
+    last.__class__ = _LAST[whole]
     without = _gradients(layer, args, kwargs)
     same = all(map(_same, with_it, without))
     if not same:
-        last.__class__ = nn.Linear
+        last.__class__ = whole
     return same
 
 

@@ -36,6 +36,7 @@ class Job:
     """On disk at once, at the most."""
     compiled: bool = False
     accumulate_dtype: str = "fp32"
+    matmul: str = "bf16"
     weights: str = "resident"
     """As in a recipe, and so are the next three."""
     order: str = "auto"

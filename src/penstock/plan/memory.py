@@ -43,6 +43,9 @@ class Work:
     """Tokens of which a layer computes everything but attention at once; 0: of all."""
     every: int = 1
     """Layers from one saved input to the next, if they are computed one by one."""
+    matmul: str = "bf16"
+    passes: int = 1
+    """Micro-batches that these rows are; each has its own casts of the weights to fp8."""
 
     @property
     def tokens(self) -> int:
@@ -61,8 +64,9 @@ def work_of(job: Job, settings: Settings, gpus: int = 1) -> Work:
     """A micro-batch on one of so many GPUs."""
     s, rows = settings, -(-job.batch_size // gpus)
     return Work(
-        min(s.micro_batch, rows), job.length, s.recompute, job.attention, job.dtype_bytes, job.compiled, s.tile, s.every
-    )
+        min(s.micro_batch, rows), job.length, s.recompute, job.attention, job.dtype_bytes, job.compiled,
+        s.tile, s.every, job.matmul,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,9 @@ def in_flight_bytes(a: Architecture, work: Work) -> float:
     b, h = work.dtype_bytes, a.hidden
     inner = a.experts_per_token * a.moe_intermediate if a.experts else a.intermediate
     found = float(work.tokens * 2 * b * (inner + h))
+    if work.matmul == "fp8":  # of the widest product: its gradient both ways round, its input, its weight; not measured
+        wide = a.heads * a.head_dim if a.experts else inner
+        found += work.tokens * (2 * wide + h) + wide * h
     return found + work.tokens * b * a.experts_per_token * h if a.experts else found
 
 

@@ -67,6 +67,7 @@ def job_of(recipe: Recipe, dtype_bytes: int = 2, *, gpu: bool = True) -> Job:
         checkpoints=_checkpoints(recipe),
         compiled=recipe.compile and large and gpu and dtype_bytes == 2,
         accumulate_dtype=recipe.accumulate_dtype,
+        matmul=recipe.matmul,
         weights=recipe.weights if overlap else "resident",
         order=recipe.order,
         inputs=recipe.inputs,
@@ -171,6 +172,12 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
             remedy=f"Use --batch-size {gpus}, or fewer GPUs.",
         )
     check_one_gpu(recipe, gpus)
+    if recipe.matmul == "fp8" and machine.predicts_time and not machine.fp8_flops_per_s:
+        what, remedy = (
+            f"{machine.name} has no fp8 products",
+            "Use --matmul bf16. GPUs from Ada and Hopper on have them.",
+        )
+        raise RecipeError(what, where="matmul = 'fp8'", remedy=remedy)
     job, machine = job_on(recipe, machine), limited(machine, recipe)
     recipe = with_recompute(recipe, machine, gpus)
     settings = Settings(recipe.states, recipe.rows_on(gpus), recipe.recompute)
@@ -203,6 +210,7 @@ def headline(plan: Plan) -> str:
         recompute += f", tiles of {settings.tile:,} tokens" if settings.tile else ""
     exact = "exact fp32 state" if settings.states == "fp32" else f"{settings.states} moments"
     clip = "clipped" if plan.job.clip else "not clipped"
+    exact = f"fp8 products, {exact}" if plan.job.matmul == "fp8" else exact
     return f"{exact}, {counted(settings.micro_batch, 'row')} at once, {recompute}, updates {plan.job.schedule} ({clip})"
 
 

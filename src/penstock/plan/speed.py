@@ -5,6 +5,8 @@ Each has one constant, fitted to figures measured on the H200 at 784 TFLOP/s (be
 Layers as transformers writes them, with flash attention: forward and backward of llama-8b (1 x 4096, no recompute) and
 of qwen3-14b (4 x 4096, full recompute), floors 1.71 s and 3.87 s a step. Compiled, with attention by rows: llama-8b
 1.39 s; qwen3-14b 2.56 s (`selected:14`) and 2.79 s (`selected`); phi-4 2.60 s and 2.83 s. The fit is within 5 %.
+With fp8 products llama-8b took 0.76 of the time that it took with bf16 ones (4 x 4096, one row at once). The rate of an
+fp8 product in `machine/known.py` follows from that and from the traffic of the casts; it was not measured by itself.
 One efficiency for everything was rejected: models differ by a fifth in it, and the share of recompute would be wrong.
 """
 
@@ -31,6 +33,11 @@ COMPILED_FORWARD, COMPILED_BACKWARD = 3.5, 7.0
 """The same of compiled layers, in multiples of what they save."""
 UPDATE_OVERHEAD = 1.67
 """The update's kernel over its bare memory traffic, beside the model's own: 0.090 s for llama-8b (rows.jsonl)."""
+
+WEIGHT_CASTS, INPUT_CASTS, GRADIENT_CASTS = (5, 3), (3, 3), (0, 6)
+"""Bytes read and written for fp8 products, by element, in forward and in backward: of weights the largest number, read
+and written; backward has it already, and casts again the other way round. Of inputs and gradients the kernel that makes
+them finds the largest."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +67,15 @@ def arithmetic(a: Architecture, work: Work, machine: Machine) -> Arithmetic:
     attention /= rate * _attention_efficiency(a, work)
     traffic = saved_in_layer(a, work) / machine.device_memory_bytes_per_s
     there, back = (COMPILED_FORWARD, COMPILED_BACKWARD) if compiled else (FORWARD_TRAFFIC, BACKWARD_TRAFFIC)
-    forward = products + attention + there * traffic
-    backward = 2 * products + 2.5 * attention + back * traffic
+    saved, casts = _saved_by_fp8(a, work, machine, second), _cast_seconds(a, work, machine)
+    forward = products - saved + attention + there * traffic + casts[0]
+    backward = 2 * (products - saved) + 2.5 * attention + back * traffic + casts[1]
     head = 3 * second * a.vocab * a.hidden
-    down = second * a.hidden * a.intermediate if compiled else 0.0  # compiled, the last product is not repeated
+    faster = 1 - saved / (second * _linear_weights(a))
+    down = second * faster * a.hidden * a.intermediate if compiled else 0.0  # compiled, the last is not repeated
     again = {
         "none": 0.0,
-        "selected": second * _widening(a) + (0.0 if compiled else there * traffic),
+        "selected": second * (1 if a.experts else faster) * _widening(a) + (0.0 if compiled else there * traffic),
         "full": forward - down,
     }
     recompute = sum(again[dial] for dial in work.recompute_by_layer(a))
@@ -75,6 +84,37 @@ def arithmetic(a: Architecture, work: Work, machine: Machine) -> Arithmetic:
         recompute += a.layers * second * projection_weights(a)
         backward += sum_traffic(a, work) / machine.device_memory_bytes_per_s
     return Arithmetic(a.layers * forward + head, a.layers * backward, recompute, head)
+
+
+def _linear_weights(a: Architecture) -> float:
+    """Weights of one layer's linear layers, which may run in fp8: no norms, no router, no experts."""
+    linear = (p for p in layer_parameters(a) if p.name.endswith("_proj") and not p.name.startswith("experts"))
+    return float(sum(p.size for p in linear))
+
+
+def _saved_by_fp8(a: Architecture, work: Work, machine: Machine, second: float) -> float:
+    """Seconds by which the products of one layer are shorter, casts aside."""
+    if work.matmul != "fp8" or not machine.fp8_flops_per_s:
+        return 0.0
+    return second * _linear_weights(a) * (1 - machine.matrix_flops_per_s / machine.fp8_flops_per_s)
+
+
+def _cast_seconds(a: Architecture, work: Work, machine: Machine) -> tuple[float, float]:
+    """Of one layer, in forward and in backward."""
+    if work.matmul != "fp8":
+        return 0.0, 0.0
+    h, q, kv = a.hidden, a.heads * a.head_dim, a.kv_heads * a.head_dim
+    inner = 0 if a.experts else a.intermediate
+    dense = 0 if a.experts else h
+    inputs, gradients = h + q + dense + inner, q + 2 * kv + h + 2 * inner + dense
+    elements = work.passes * _linear_weights(a), work.tokens * inputs, work.tokens * gradients
+    by_kind = (WEIGHT_CASTS, INPUT_CASTS, GRADIENT_CASTS)
+    there, back = (
+        sum(count * kind[way] for count, kind in zip(elements, by_kind, strict=True))
+        / machine.device_memory_bytes_per_s
+        for way in (0, 1)
+    )
+    return there, back
 
 
 def _attention_efficiency(a: Architecture, work: Work) -> float:

@@ -20,6 +20,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "max_length": plan.job.length,
         "settings": _settings(plan),
         "schedule": plan.job.schedule,
+        "matmul": plan.job.matmul,
         "homes": plan.split.shares(),
         "streamed_layers": plan.settings.streamed,
         "crossings": [asdict(c) for c in plan.crossings],

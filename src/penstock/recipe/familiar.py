@@ -57,6 +57,8 @@ FAMILIAR: dict[str, Ours] = {
     "activation_checkpointing": Ours("recompute", lambda value: "full" if _yes(value) else "none"),
     "bf16": Ours("dtype", lambda value: "bf16" if _yes(value) else "fp32", "auto is bf16 on a GPU anyway"),
     "fp16": Ours("dtype", lambda _: "bf16", "fp16 is not offered; the master weights are fp32"),
+    "fp8": Ours("matmul", lambda value: "fp8" if _yes(value) else "bf16"),
+    "enable_fp8_training": Ours("matmul", lambda value: "fp8" if _yes(value) else "bf16"),
     "tf32": Ours(note="leave it out: products are bf16"),
     "torch_dtype": Ours("dtype", lambda value: "fp32" if "32" in str(value) else "bf16"),
     "warmup_steps": Ours("warmup", lambda _: 0.05, "a share of all steps, not their number"),

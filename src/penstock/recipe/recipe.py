@@ -48,6 +48,10 @@ class Recipe:
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Working precision of weights and arithmetic; masters are fp32 anyway. `auto`: bf16 on a GPU, and on a
     CPU that has instructions for it."""
+    matmul: Literal["bf16", "fp8"] = "bf16"
+    """In what the linear layers of the decoder multiply. `fp8` casts what goes into their products, forward and
+    backward: faster on GPUs from Ada and Hopper on, with less precise gradients. Masters and moments stay exact; the
+    head, routers and experts stay as they are. On a CPU it is emulated."""
     bind_cores: bool = True
     """Keep to the cores near the GPU, of several ranks each to its share. --no-bind-cores lets them run anywhere."""
     reduce_dtype: Literal["bf16", "fp32"] = "bf16"

@@ -135,6 +135,7 @@ def _deepspeed_rules(r: Recipe) -> list[tuple[bool, str, str, str]]:
          use_ours),
         (not theirs or r.update == "auto", "update", "DeepSpeed chooses this itself", use_ours),
         (not theirs or r.accumulate_dtype == "fp32", "accumulate_dtype", "DeepSpeed chooses this itself", use_ours),
+        (not theirs or r.matmul == "bf16", "matmul", "only the engine penstock has fp8 products", use_ours),
         (not theirs or r.states == "fp32", "states", "DeepSpeed keeps fp32 moments", use_ours),
         (not not_saved or not r.keep_best, "keep_best", "DeepSpeed cannot save this run", use_ours),
         (not not_saved or not r.save_every, "save_every", "DeepSpeed cannot save this run: SuperOffload keeps moments "

@@ -35,6 +35,7 @@ from penstock.machine.gpu_memory import limit_gpu
 from penstock.machine.hardware import COMPILED_FROM, describe, pick_compile, pick_device, pick_dtype
 from penstock.model.load import load_config, load_tokenizer
 from penstock.model.load_rows import build_on_meta, count_parameters
+from penstock.model.matmul import check_matmul
 from penstock.model.rope import check_positions
 from penstock.plan.layout import FORMATS
 from penstock.plan.predict import Plan
@@ -95,6 +96,7 @@ def prepare_run(
     recipe = replace(recipe, dtype=pick_dtype(recipe.dtype, device))
     make_repeatable(recipe)
     config, tokenizer = load_config(recipe), load_tokenizer(recipe)
+    check_matmul(recipe, config, device)
     num_params = count_parameters(recipe, config)
     # A run that was begun compiled goes on so, whatever its size.
     recipe = replace(recipe, compile=pick_compile(recipe, device, COMPILED_FROM if begun_compiled else num_params))

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# fp8 products on the GPU machine: OUT=out benchmarks/fp8.sh JOB...
+# Needs what `benchmarks/h200.sh` without a job sets up. Each job has its own time limit; results go to $OUT.
+#   tests      what is marked gpu of the tests of fp8        two        two layers of llama-8b, compiled: does it run
+#   llama      llama-8b 4 x 4096, clipped, both kinds        qwen       qwen3-14b 4 x 4096, clipped and not, both kinds
+#   gradients  relative error by layer, llama-8b's shapes    quality    200 steps, three seeds, both data: MODEL, DATA
+set -u
+cd "$(dirname "$0")/.."
+: "${OUT:=out}" "${MODEL:=demo}" "${DATA:=demo}"
+export OUT PATH="$PWD/build/pkgs/bin:$PATH"
+export PYTHONPATH=src:build/pkgs PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True HF_HUB_OFFLINE=1
+mkdir -p "$OUT"
+
+measure() {  # NAME SECONDS RECIPE FLAGS...
+  local name=$1 limit=$2
+  shift 2
+  timeout -k 10 "$limit" python3 -m penstock bench "$@" --to "$OUT/$name" > "$OUT/$name-$matmul.log" 2>&1
+  echo "$name $matmul: exit $?"
+  grep -E "fp8: |of the floor|error|Error|matrix product" "$OUT/$name-$matmul.log" | tail -n 8 | cut -c1-220
+}
+
+for job in "$@"; do
+  case $job in
+    tests) timeout 200 python3 -m pytest -q -m gpu -p no:cacheprovider tests/model/test_fp8.py tests/engine/test_fp8.py > "$OUT/fp8-tests.log" 2>&1
+      echo "tests: exit $?"; tail -n 8 "$OUT/fp8-tests.log" ;;
+    two) matmul=fp8; measure two 150 llama-8b --shape num_hidden_layers=2 --batch-size 2 --micro-batch-size 1 --recompute none \
+      --matmul fp8 --updates after-norm --steps 3 ;;
+    llama) for matmul in bf16 fp8; do
+        measure llama 200 llama-8b --micro-batch-size 1 --recompute none --updates after-norm --matmul $matmul --steps 8
+      done ;;
+    qwen) for matmul in bf16 fp8; do measure qwen 280 qwen3-14b --matmul $matmul --steps 5; done ;;
+    gradients) timeout 280 python3 benchmarks/fp8_quality.py gradients "$OUT" preset=llama-8b batch_size=1 max_length=4096 > "$OUT/fp8-gradients.log" 2>&1
+      echo "gradients: exit $?"; tail -n 36 "$OUT/fp8-gradients.log" ;;
+    quality) timeout 560 python3 benchmarks/fp8_quality.py train "$OUT" --seeds 1,2,3 "model=$MODEL" "data=$DATA" max_steps=200 eval_every=50 \
+      > "$OUT/fp8-quality.log" 2>&1
+      echo "quality: exit $?"; tail -n 4 "$OUT/fp8-quality.log" ;;
+    *) echo "no job $job"; exit 2 ;;
+  esac
+done

@@ -1,0 +1,183 @@
+"""What fp8 products do to training: the same runs with both kinds of products, and the error of single gradients.
+
+    python benchmarks/fp8_quality.py train DIR --seeds 1,2,3 [field=value ...]   adds to DIR/fp8_quality.jsonl
+    python benchmarks/fp8_quality.py gradients DIR [field=value ...]             adds to DIR/fp8_gradients.jsonl
+    python benchmarks/fp8_quality.py plot DIR                                    DIR/fp8_quality.svg and .txt
+
+Fields are those of a recipe; without any, the demo. `train` makes `max_steps` steps with bf16 and with fp8 products for
+each seed, which orders the data, and evaluates on what `validation` holds out: what counts is the difference between
+the two beside the spread between seeds. A line is written as soon as a run ends; what a file has is not run again.
+`gradients` makes one backward of random weights with each and compares the gradient of every weight, layer by layer.
+On a CPU both are emulated, and say so. Needs matplotlib to plot.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import yaml
+
+from penstock.engine.packed import PackedModel
+from penstock.engine.trial import full_batch
+from penstock.machine.hardware import describe, pick_device, pick_dtype
+from penstock.model.load import load_config, load_model
+from penstock.recipe.presets import PRESETS
+from penstock.recipe.recipe import Recipe, to_dict, with_values
+from penstock.report.console import Console
+from penstock.run.train import train
+
+DEMO = dataclasses.replace(PRESETS["demo"], batch_size=2, max_length=128, max_steps=200, validation=0.1, prompt=None)
+MATMULS = ("bf16", "fp8")
+
+
+def recipe_of(words: list[str]) -> Recipe:
+    """`preset=NAME`, if any, with the other fields over it."""
+    values = dict(word.split("=", 1) for word in words)
+    base = PRESETS[values.pop("preset")] if "preset" in values else DEMO
+    return with_values(base, {name: yaml.safe_load(text) for name, text in values.items()}, "command line")
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add(path: Path, row: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def about(recipe: Recipe, device: torch.device) -> dict:
+    kept = ("model", "data", "max_steps", "batch_size", "max_length", "lr", "states", "dtype", "init", "shape")
+    return {
+        "machine": describe(device),
+        "emulated": device.type == "cpu",
+        "torch": version("torch"),
+        **{name: to_dict(recipe)[name] for name in kept},
+    }
+
+
+def quality(directory: Path, seeds: list[int], recipe: Recipe) -> None:
+    path, device = directory / "fp8_quality.jsonl", pick_device(recipe.device)
+    known = {(row["seed"], row["matmul"], row["model"], row["data"], row["max_steps"]) for row in lines(path)}
+    for seed in seeds:
+        for matmul in MATMULS:
+            if (seed, matmul, recipe.model, recipe.data, recipe.max_steps) in known:
+                continue
+            with tempfile.TemporaryDirectory(prefix="fp8-quality-") as place:
+                one = dataclasses.replace(recipe, seed=seed, matmul=matmul, output_dir=f"{place}/run", keep=0)
+                summary = train(one, Console())
+                text = (Path(place) / "run" / "metrics.jsonl").read_text()
+                evals = (Path(place) / "run" / "eval.jsonl").read_text()
+            losses = [json.loads(line)["loss"] for line in text.splitlines()]
+            evaluated = [[row["step"], row["eval_loss"]] for row in map(json.loads, evals.splitlines())]
+            row = {
+                **about(recipe, device),
+                "seed": seed,
+                "matmul": matmul,
+                "eval_loss": summary.eval_loss,
+                "last_losses": statistics.mean(losses[-20:]),
+                "losses": losses,
+                "evals": evaluated,
+                "skipped_steps": summary.skipped_steps,
+            }
+            add(path, row)
+            print(f"seed {seed}, {matmul}: evaluation {summary.eval_loss:.5f}", flush=True)
+    print("\n".join(summary_of(lines(path))))
+
+
+def summary_of(rows: list[dict]) -> list[str]:
+    """Mean evaluation losses, the spread between seeds, and the difference of both kinds seed by seed."""
+    found = []
+    for work in sorted({(row["model"], row["data"], row["max_steps"]) for row in rows}):
+        own = [row for row in rows if (row["model"], row["data"], row["max_steps"]) == work]
+        by_kind = {m: {row["seed"]: row["eval_loss"] for row in own if row["matmul"] == m} for m in MATMULS}
+        both = sorted(set(by_kind["bf16"]) & set(by_kind["fp8"]))
+        if not both:
+            continue
+        means = {m: statistics.mean(by_kind[m][seed] for seed in both) for m in MATMULS}
+        apart = [by_kind["fp8"][seed] - by_kind["bf16"][seed] for seed in both]
+        spread = statistics.stdev(by_kind["bf16"][seed] for seed in both) if len(both) > 1 else float("nan")
+        found.append(
+            f"{work[0]}, {work[1]}, {work[2]} steps, {len(both)} seeds: "
+            f"bf16 {means['bf16']:.5f}, fp8 {means['fp8']:.5f}; "
+            f"fp8 less bf16 by seed {', '.join(f'{value:+.5f}' for value in apart)}; "
+            f"standard deviation between seeds {spread:.5f}"
+        )
+    return found
+
+
+def gradients(directory: Path, recipe: Recipe) -> None:
+    """Relative error of every weight's gradient, from the same weights and tokens; beside the error of bf16 itself."""
+    device = pick_device(recipe.device)
+    recipe = dataclasses.replace(recipe, init="random", dtype=pick_dtype(recipe.dtype, device), compile=False)
+    config = load_config(recipe)
+    model = load_model(recipe, config, device, print)
+    batch = full_batch(recipe.rows_at_once, recipe.max_length, config.get_text_config().vocab_size)
+    found, losses = {}, {}
+    for matmul in MATMULS:
+        packed = PackedModel(model, dataclasses.replace(recipe, matmul=matmul), print)
+        model.zero_grad()
+        loss = packed.loss_sum(batch) / batch.num_trained
+        loss.backward()
+        losses[matmul] = loss.item()
+        # To the host: of an 8B model two sets of gradients and the activations would not fit beside it.
+        found[matmul] = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    errors = {}
+    for name, exact in found["bf16"].items():
+        size, ours = exact.double().norm(), found["fp8"][name].double()
+        cosine = (ours * exact.double()).sum() / (ours.norm() * size)
+        errors[name] = {"error": float((ours - exact.double()).norm() / size), "cosine": float(cosine)}
+    add(directory / "fp8_gradients.jsonl", {**about(recipe, device), "losses": losses, "gradients": errors})
+    print(f"loss {losses['bf16']:.5f} with bf16, {losses['fp8']:.5f} with fp8")
+    layers = [name for name in errors if ".layers." in name and name.endswith("proj.weight")]
+    for number in sorted({int(name.split(".layers.")[1].split(".")[0]) for name in layers}):
+        own = [errors[name]["error"] for name in layers if f".layers.{number}." in name]
+        print(f"layer {number}: relative error of gradients {statistics.mean(own):.4f}, largest {max(own):.4f}")
+
+
+def plot(directory: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    rows = lines(directory / "fp8_quality.jsonl")
+    works = sorted({(row["model"], row["data"]) for row in rows})
+    figure, axes = pyplot.subplots(1, len(works), figsize=(6 * len(works), 4), squeeze=False)
+    for axis, work in zip(axes[0], works, strict=True):
+        for row in (row for row in rows if (row["model"], row["data"]) == work):
+            color, style = ("tab:blue", "-") if row["matmul"] == "bf16" else ("tab:orange", "--")
+            points = row["evals"]
+            label = row["matmul"] if row["seed"] == min(r["seed"] for r in rows) else None
+            axis.plot(*zip(*points, strict=True), style, color=color, marker=".", alpha=0.8, label=label)
+        axis.set(title=f"{Path(work[0]).name}, {Path(work[1]).name}", xlabel="step", ylabel="evaluation loss")
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(directory / "fp8_quality.svg")
+    (directory / "fp8_quality.txt").write_text("\n".join(summary_of(rows)) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("job", choices=("train", "gradients", "plot"))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("fields", nargs="*", metavar="field=value")
+    args = parser.parse_intermixed_args()
+    if args.job == "plot":
+        plot(args.directory)
+    elif args.job == "gradients":
+        gradients(args.directory, recipe_of(args.fields))
+    else:
+        quality(args.directory, [int(seed) for seed in args.seeds.split(",")], recipe_of(args.fields))
+
+
+if __name__ == "__main__":
+    main()
