@@ -305,8 +305,8 @@ def test_a_worker_thread_that_dies_ends_the_run_with_its_error(server, tmp_path)
     start = time.monotonic()
     flags = ["--homes", "host", "--max-steps", "1000", "--save-every", "2"]
     ended = server.train(tmp_path / "run", *flags, code=DEAD_THREAD)
-    assert ended.code == 1, ended.text
-    assert "MemoryError: a thread is gone" in ended.text
+    assert ended.code == 3, ended.text
+    assert "the host is out of memory: a thread is gone" in ended.text
     assert time.monotonic() - start < 20
     assert checkpoints(tmp_path / "run")
     assert all(is_whole(path) for path in checkpoints(tmp_path / "run"))

@@ -85,7 +85,7 @@ def test_what_does_not_go_together_is_refused():
     engine = build(tiled(order="layers"))
     engine.model.config._attn_implementation = "eager"
     with pytest.raises(ModelError, match="tiles need varlen"):
-        engine.packed._try_layers(in_tiles=True)
+        engine.packed._try_layers(check_tiles)
 
 
 def test_a_trial_of_fewer_layers_runs_the_last_ones():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from rank_jobs import CPU, silent, tiny
+from rank_jobs import DEVICE, silent, tiny
 from tiny import tiny_model
 
 from penstock.model.load import load_config, load_model
@@ -15,7 +15,7 @@ from penstock.update.master import join
 def stored(tmp_path_factory):
     """A model on disk in fp32, with experts that its file keeps one by one."""
     recipe = tiny("qwen3-30b-a3b")
-    model = load_model(recipe, load_config(recipe), CPU, silent)
+    model = load_model(recipe, load_config(recipe), DEVICE, silent)
     directory = tmp_path_factory.mktemp("stored") / "model"
     model.save_pretrained(directory)
     names = json.loads((directory / "config.json").read_text())["architectures"]
