@@ -13,6 +13,7 @@ from test_streamed import DEVICES, assert_same, bits, build, micro_batches, reci
 
 from penstock.engine.trial import drop_gradient
 from penstock.errors import ModelError, RecipeError
+from penstock.model.tiles import check_tiles
 
 FLOWS = [{"weights": "streamed"}, {"weights": "1", "inputs": "parked"}, {"order": "layers", "inputs": "parked"}]
 
