@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.checkpoint.fingerprint import model_fingerprint
 from penstock.checkpoint.resume import (
     AS_BEGUN,
     BY_CONTENT,
@@ -16,7 +17,6 @@ from penstock.checkpoint.resume import (
     as_begun,
     find_start,
     goes_on_in,
-    model_fingerprint,
     rng_state,
     set_rng_state,
 )

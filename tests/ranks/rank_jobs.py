@@ -24,7 +24,7 @@ from transformers import dynamic_module_utils
 import penstock.run.loading
 import penstock.run.train
 from penstock.checkpoint import export_ranks
-from penstock.checkpoint.resume import model_fingerprint
+from penstock.checkpoint.fingerprint import model_fingerprint
 from penstock.data.loader import Position, prepare
 from penstock.engine.fsdp import load_for_ranks, shard_over_ranks
 from penstock.engine.native import NativeEngine

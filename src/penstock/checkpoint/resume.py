@@ -19,10 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import xxhash
-from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from penstock.checkpoint.places import CHECKPOINTS
@@ -45,9 +41,8 @@ from penstock.data.loader import Position
 from penstock.engine import Engine
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import CheckpointError, counted
-from penstock.offload.dtensors import local, local_start
+from penstock.model.rope import AS_IS
 from penstock.recipe.recipe import FIELDS, Recipe, to_dict
-from penstock.update.master import join
 
 NEWEST = "newest"
 """What `--resume` without a path asks for."""
@@ -263,7 +258,8 @@ class Difference:
 
 def as_begun(recipe: Recipe, saved: Saved | None) -> Recipe:
     """A resumed run goes on with what `auto` was when it began, as another machine may choose otherwise."""
-    recipe_then = {"tile": "none", **saved.recipe} if saved else {}  # of an earlier version, which had no tiles
+    earlier = {"tile": "none"} if recipe.engine == "penstock" else {}  # of a version that had no tiles
+    recipe_then = earlier | dict(saved.recipe) if saved else {}
     begun = {name: value for name, value in recipe_then.items() if name in AS_BEGUN}
     free = {name: value for name, value in begun.items() if getattr(recipe, name) == AS_BEGUN[name]}
     return dataclasses.replace(recipe, **free)
@@ -280,7 +276,9 @@ def check_same_run(saved: Saved, recipe: Recipe, total_steps: int, data: str, *,
     compared = [name for name in FIELDS if name not in FREE | BY_CONTENT]
     pairs = [(name, saved.recipe.get(name, default[name]), now[name]) for name in compared]
     pairs += [("number of steps", saved.total_steps, total_steps), ("content of the data", saved.data[:12], data[:12])]
-    _refuse(saved, [Difference(*pair) for pair in pairs if pair[1] != pair[2]], anyway=anyway)
+    alike = ((None, AS_IS), (AS_IS, None))  # positions as they are, said or not
+    differs = [Difference(*pair) for pair in pairs if pair[1] != pair[2] and pair[1:] not in alike]
+    _refuse(saved, differs, anyway=anyway)
     if total_steps < saved.step:
         what = f"has made {counted(saved.step, 'step')}, more than the {total_steps:,} that the run would have"
         raise CheckpointError(what, where=str(saved.checkpoint.path), remedy="Raise --max-steps or --epochs.")
@@ -301,38 +299,6 @@ def _refuse(saved: Saved, differences: list[Difference], *, anyway: bool) -> Non
         remedy = f"The saved tensors do not fit another {', '.join(fixed)}: set it as it was, or begin a new run."
     listed = "".join(f"\n    {difference}" for difference in differences)
     raise CheckpointError(f"is a checkpoint of another run:{listed}", where=str(saved.checkpoint.path), remedy=remedy)
-
-
-def model_fingerprint(
-    model: nn.Module, *, values: bool, remainders: Mapping[nn.Parameter, torch.Tensor] | None = None
-) -> str:
-    """Names and shapes of all weights and, if their values are the model's own, some of each.
-
-    Reading all of them was rejected: a resumed run takes its weights from the checkpoint, so this only has to tell one
-    model from another, and no two models agree in both ends of every matrix. The number of ranks does not show in it.
-    """
-    hasher = xxhash.xxh3_128()
-    for name, parameter in model.named_parameters():
-        hasher.update(f"{name} {tuple(parameter.shape)}".encode())
-        if values:
-            hasher.update(_ends(parameter, (remainders or {}).get(parameter)).numpy().tobytes())
-    return hasher.hexdigest()
-
-
-def _ends(parameter: torch.Tensor, remainder: torch.Tensor | None) -> torch.Tensor:
-    """The first and last elements in fp32, of all ranks together; with what was rounded off, if that is known."""
-    own, start, count = local(parameter).view(-1), local_start(parameter), min(1024, parameter.numel())
-    ends = torch.zeros(2 * count)
-    for place, first in ((0, 0), (count, parameter.numel() - count)):
-        low, high = max(first, start), min(first + count, start + own.numel())
-        if low < high:
-            part = own[low - start : high - start]
-            exact = part if remainder is None else join(part, remainder[low - start : high - start])
-            ends[place + low - first : place + high - first] = exact.float().cpu()
-    # By how it is placed, not by what is here: of few rows one rank may have all, and would leave the others waiting.
-    if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
-        dist.all_reduce(ends.view(torch.int32))  # each is zero but on one rank; as numbers, -0.0 would become 0.0
-    return ends
 
 
 # --- restoring --------------------------------------------------------------------------------------------------------

@@ -40,7 +40,8 @@ from penstock.recipe.recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = 5
+_CONTENT, _VERSION = 4, 5
+"""Raised when other tokens come of the same data, and when the same are written down otherwise."""
 _FIELDS = (
     "data_format", "columns", "split_documents", "template", "end_token", "train_on_prompt", "max_length", "too_long",
 )  # fmt: skip
@@ -144,7 +145,7 @@ def open_store(
 
 def _key(source: Source, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> str:
     parts = {
-        "version": _VERSION,
+        "version": _CONTENT,
         "source": source.fingerprint,
         "tokenizer": _tokenizer_fingerprint(tokenizer),
         "recipe": {name: getattr(recipe, name) for name in _FIELDS},

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import RecipeError, UserError, counted
+from penstock.errors import Interrupted, RecipeError, UserError, counted
 from penstock.machine.hardware import near_cores, shares_of_cores, usable_cores
 from penstock.machine.lost import Watch
 from penstock.update.norm import sum_over
@@ -201,8 +201,8 @@ def joined(world: World, device: torch.device) -> Iterator[None]:
     try:
         yield
         world.largest(0)  # rank 0 may still be writing: ending the group under it would end the run as a failure
-    except Exception as error:
-        watch.end(error)
+    except (Exception, KeyboardInterrupt) as error:
+        watch.end(None if isinstance(error, Interrupted) else error)  # which all ranks agreed on
         raise
     watch.end(None)
     dist.destroy_process_group()

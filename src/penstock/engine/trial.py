@@ -25,7 +25,7 @@ from penstock.offload.dtensors import all_say, is_streamed, local
 from penstock.plan.job import LONG_ROW
 from penstock.plan.layout import UNIT_SLOTS
 from penstock.plan.split import Manner, Profile
-from penstock.recipe.recipe import Recipe
+from penstock.recipe.recipe import Recipe, inputs_every
 
 TRIED_LAYERS = 2
 """Of a model whose rows are long."""
@@ -130,10 +130,7 @@ def try_once(
 def _try_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer) -> Profile:
     """The micro-batches that go through the layers together; gradients of layers that stream leave at once."""
     vocab_size = packed.model.config.get_text_config().vocab_size
-    rows, together = recipe.rows_at_once, recipe.batch_size if recipe.order != "rows" else recipe.rows_at_once
-    batches = [
-        full_batch(min(rows, together - first), recipe.max_length, vocab_size) for first in range(0, together, rows)
-    ]
+    batches = _together(recipe, vocab_size)
     parameters = [p for p in packed.model.parameters() if p.requires_grad]
     peaks = _LayerPeaks(packed, several=len(batches) > 1)
     began = time.perf_counter()
@@ -151,28 +148,55 @@ def _try_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer) ->
     return Profile(taken, kept, forward_seconds=forward, backward_seconds=backward, start_seconds=start_seconds)
 
 
+def _together(recipe: Recipe, vocab_size: int) -> list[MicroBatch]:
+    """Full micro-batches that go through the layers together."""
+    rows, together = recipe.rows_at_once, recipe.batch_size if recipe.order != "rows" else recipe.rows_at_once
+    return [
+        full_batch(min(rows, together - first), recipe.max_length, vocab_size) for first in range(0, together, rows)
+    ]
+
+
 def _try_few_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer) -> Profile:
     """The same with the last few layers, for rows whose whole step takes minutes: layers take alike."""
-    vocab_size, layers = packed.model.config.get_text_config().vocab_size, len(packed.decoder.layers)
-    batch = full_batch(recipe.rows_at_once, recipe.max_length, vocab_size)
-    together = -(-recipe.batch_size // recipe.rows_at_once) if recipe.order != "rows" else 1
+    config, layers = packed.model.config.get_text_config(), len(packed.decoder.layers)
+    batches = _together(recipe, config.vocab_size)
     parameters = [p for p in packed.model.parameters() if p.requires_grad]
-    peaks, began = _LayerPeaks(packed, several=together > 1), time.perf_counter()
+    peaks, began = _LayerPeaks(packed, several=len(batches) > 1), time.perf_counter()
     with _told(parameters, drop_gradient), layerwise.fewer(TRIED_LAYERS) as tried:
-        for batches in ([batch], [batch]):  # the first, for what is compiled
+        for trial in (batches[:1], batches):  # the first, for what is compiled
             start_seconds = time.perf_counter() - began
             layerwise.timeline.start()
-            taken = peaks.of(functools.partial(layerwise.run, batches, 1, nullcontext))
+            taken, layer_seconds = _timed_layers(peaks, functools.partial(layerwise.run, trial, 1, nullcontext))
             spans = layerwise.timeline.stop()
     packed.model.zero_grad()
-    one = batch.input_ids.numel() * packed.model.config.get_text_config().hidden_size * packed.model.dtype.itemsize
-    taken += 2 * (together - 1) * one  # what the other micro-batches gave, and what they began with
     if isinstance(layerwise.inputs, KeptInputs):
-        taken += (layers * together - tried) * one
+        tokens = sum(batch.input_ids.numel() for batch in batches)
+        taken += (layers - tried) * tokens * config.hidden_size * packed.model.dtype.itemsize
     kept = taken + sum(p.nbytes for p in parameters if not is_streamed(p))
-    seconds = {lane: sum(s.end - s.start for s in spans if s.lane == lane) for lane in ("forward", "backward")}
-    forward, backward = (seconds[lane] * together * layers / tried for lane in ("forward", "backward"))
+    forward, backward = (sum(s.end - s.start for s in spans if s.lane == lane) for lane in ("forward", "backward"))
+    forward *= layers / tried
+    again = (1 - 1 / inputs_every(recipe.inputs)) * forward / layers  # of layers without a saved input
+    backward += (layers - tried) * (layer_seconds + again)  # the head is in it once
     return Profile(taken, kept, forward_seconds=forward, backward_seconds=backward, start_seconds=start_seconds)
+
+
+def _timed_layers(peaks: _LayerPeaks, run: Callable[..., Tensor]) -> tuple[int, float]:
+    """The peak of a run, and the seconds of one layer's backward: from the end of one's to that of the next."""
+    marks: list[torch.cuda.Event] = []
+
+    def watched(done: Callable[[nn.Module], None]) -> Tensor:
+        def both(layer: nn.Module) -> None:
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+            done(layer)
+
+        return run(done=both)
+
+    taken = peaks.of(watched)
+    torch.cuda.synchronize()
+    if len(marks) < 2:  # a model of one layer, which was tried as a whole
+        return taken, 0.0
+    return taken, marks[0].elapsed_time(marks[-1]) / 1e3 / (len(marks) - 1)
 
 
 class _LayerPeaks:

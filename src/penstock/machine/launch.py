@@ -140,12 +140,12 @@ def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 
 
 def _tell_other_machines(codes: Sequence[int], address: tuple[str, int], *, first_rank: int) -> None:
-    """Ranks there wait for one that was killed here and could not say so itself."""
-    killed = [(first_rank + index, code) for index, code in enumerate(codes) if code < 0]
-    if killed:
+    """Ranks there wait for one that ended here, perhaps without a chance to say so itself."""
+    ended = [(first_rank + index, code) for index, code in enumerate(codes) if code not in (0, RankLost.exit_code)]
+    if ended:
         from penstock.machine.lost import announce, meeting_store
 
-        rank, code = killed[0]
+        rank, code = min(ended, key=lambda one: one[1])  # killed ones have negative codes
         with suppress(Exception):  # the first rank keeps the store, and may be the one that was killed
             announce(meeting_store(address, seconds=5.0), f"rank {rank} {_how(code)}")
 

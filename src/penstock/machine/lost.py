@@ -21,7 +21,8 @@ from penstock.errors import RankLost, tell
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-KEY = "penstock/failure"
+KEY = f"penstock/failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+"""torchrun keeps its store when it starts the ranks again."""
 LOOK_SECONDS = 2.0
 WORD_SECONDS = 20.0
 """How long a rank that lost a connection waits to hear whose: the launcher of a killed one takes some seconds."""
@@ -62,7 +63,7 @@ class Watch:
     def _look(self) -> None:
         while not self._over.wait(LOOK_SECONDS):
             if self._ask() and not self._over.wait(GRACE_SECONDS):
-                leave(self._loss())
+                leave(self._loss(), self._rank)
 
     def _ask(self) -> str:
         try:
@@ -77,32 +78,36 @@ class Watch:
         heard = self._heard or "a connection was closed"
         return RankLost(heard, where="the run has lost a rank", remedy=remedy)
 
-    def end(self, error: Exception | None) -> None:
+    def end(self, error: BaseException | None) -> None:
         """This rank ends now. Others are told of an error of its own; one that is another's becomes that one's."""
         self._over.set()
-        self._thread.join()
+        self._thread.join(LOOK_SECONDS)
+        answers = not self._thread.is_alive()  # a store whose machine is frozen gives none, for as long as it is asked
         if error is None:
             return
         if not lost_connection(error):
             with suppress(RuntimeError):  # nobody may be left to be told
-                announce(self._store, f"rank {self._rank} failed: {first_line(error)}")
+                if answers:
+                    announce(self._store, f"rank {self._rank} failed: {first_line(error)}")
             return
         deadline = time.monotonic() + WORD_SECONDS
-        while not self._ask() and time.monotonic() < deadline:
+        while answers and not self._ask() and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS / 10)
         raise self._loss() from error
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Of its message, or its name."""
     return (str(error) or repr(error)).splitlines()[0]
 
 
-def leave(error: RankLost) -> NoReturn:
+def leave(error: RankLost, rank: int) -> NoReturn:
     """End this process although it is waiting for a rank that is gone."""
     from penstock.machine.launch import leave_error
 
-    if not leave_error(str(error)):
-        tell(f"rank {os.environ['RANK']}: {error}", error.exit_code, sys.argv)
-        sys.stdout.flush()
-    os._exit(error.exit_code)
+    try:
+        if not leave_error(str(error)):
+            tell(f"rank {rank}: {error}", error.exit_code, sys.argv)
+            sys.stdout.flush()
+    finally:
+        os._exit(error.exit_code)

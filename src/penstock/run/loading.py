@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.checkpoint.export import mend_generation
-from penstock.checkpoint.resume import Identity, Saved, check_same_model, model_fingerprint
+from penstock.checkpoint.fingerprint import model_fingerprint
+from penstock.checkpoint.resume import Identity, Saved, check_same_model
 from penstock.engine import Engine
 from penstock.engine.deepspeed import DeepSpeedEngine
 from penstock.engine.deepspeed_start import load_device

@@ -107,7 +107,7 @@ def prepare_run(
     with console.phase(f"Reading {recipe.data}"), world.in_turn():
         data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say)
     parts = [data.train, *([data.evaluation] if data.evaluation else [])]
-    check_positions(recipe, config, max(part.store.counts.longest for part in parts))
+    check_positions(recipe, config, max(int(part.store.lengths.max()) for part in parts))
     steps = math.ceil(recipe.epochs * data.train.steps_per_epoch())
     total_steps = min(steps, recipe.max_steps) if recipe.max_steps else steps
     if total_steps < recipe.max_steps:
