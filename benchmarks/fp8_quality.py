@@ -5,10 +5,10 @@
     python benchmarks/fp8_quality.py plot DIR                                    DIR/fp8_quality.svg and .txt
 
 Fields are those of a recipe; without any, the demo. `train` makes `max_steps` steps with bf16 and with fp8 products for
-each seed, which orders the data, and evaluates on what `validation` holds out: what counts is the difference between
-the two beside the spread between seeds. A line is written as soon as a run ends; what a file has is not run again.
-`gradients` makes one backward of random weights with each and compares the gradient of every weight, layer by layer.
-On a CPU both are emulated, and say so. Needs matplotlib to plot.
+each seed, which orders the data, and evaluates on some rows of it, the same for all seeds (`validation` is their
+share). What counts is the difference between the two beside the spread between seeds. A line is written as soon as a
+run ends; what a file has is not run again. `gradients` makes one backward of random weights with each and compares the
+gradient of every weight, layer by layer. On a CPU fp8 is emulated, and the rows say so. Needs matplotlib to plot.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import dataclasses
 import json
 import statistics
 import tempfile
+from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 
@@ -62,6 +63,19 @@ def about(recipe: Recipe, device: torch.device) -> dict:
     }
 
 
+def parted(recipe: Recipe, place: Path) -> Recipe:
+    """The rows of a JSON or JSONL file in two: what is evaluated on must not depend on the seed."""
+    demo = Path(str(resources.files("penstock.demo") / "examples.jsonl"))
+    text = (demo if recipe.data == "demo" else Path(recipe.data)).read_text(encoding="utf-8")
+    rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
+    every = round(1 / recipe.validation)
+    parts = {"eval": rows[::every], "train": [row for number, row in enumerate(rows) if number % every]}
+    for name, part in parts.items():
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+    files = {"data": str(place / "train.jsonl"), "eval_data": str(place / "eval.jsonl")}
+    return dataclasses.replace(recipe, validation=0.0, **files)
+
+
 def quality(directory: Path, seeds: list[int], recipe: Recipe) -> None:
     path, device = directory / "fp8_quality.jsonl", pick_device(recipe.device)
     known = {(row["seed"], row["matmul"], row["model"], row["data"], row["max_steps"]) for row in lines(path)}
@@ -70,7 +84,8 @@ def quality(directory: Path, seeds: list[int], recipe: Recipe) -> None:
             if (seed, matmul, recipe.model, recipe.data, recipe.max_steps) in known:
                 continue
             with tempfile.TemporaryDirectory(prefix="fp8-quality-") as place:
-                one = dataclasses.replace(recipe, seed=seed, matmul=matmul, output_dir=f"{place}/run", keep=0)
+                one = parted(recipe, Path(place))
+                one = dataclasses.replace(one, seed=seed, matmul=matmul, output_dir=f"{place}/run", keep=0)
                 summary = train(one, Console())
                 text = (Path(place) / "run" / "metrics.jsonl").read_text()
                 evals = (Path(place) / "run" / "eval.jsonl").read_text()

@@ -96,4 +96,7 @@ def test_a_run_goes_on_in_the_tiles_it_began_with():
     assert as_begun(Recipe(tile="none"), saved(begun)).tile == "none", "unless another is asked for"
     assert as_begun(Recipe(), saved({k: v for k, v in begun.items() if k != "tile"})).tile == "none", "before tiles"
     assert as_begun(Recipe(), None) == Recipe()
+    other = Recipe(engine="deepspeed", mode="zerooffload")
+    begun = {k: v for k, v in to_dict(other).items() if k != "tile"}
+    assert as_begun(other, saved(begun)).tile == "auto", "of DeepSpeed, which has none"
     assert "tile" in FREE & set(AS_BEGUN)

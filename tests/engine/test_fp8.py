@@ -103,6 +103,13 @@ def test_layer_by_layer_the_last_product_is_left_out_in_fp8_too():
     engine.drop_weights()
 
 
+def test_tiles_have_fp8_products_with_scales_of_their_own():
+    base = dataclasses.replace(fp8(rows=2, weights="streamed"), attention="auto")
+    whole, tiled = (run(dataclasses.replace(base, tile=tile), steps=1) for tile in ("none", "8"))
+    assert tiled[0] != whole[0]
+    assert tiled[0][0] == pytest.approx(whole[0][0], rel=5e-2)
+
+
 def test_homes_change_no_bit():
     base = dataclasses.replace(tiny("llama-8b", matmul="fp8"), recompute="none")
     found = []

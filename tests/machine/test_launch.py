@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from penstock.command.cli import main
-from penstock.errors import RecipeError
+from penstock.errors import RankLost, RecipeError
+from penstock.machine import lost
 from penstock.machine.launch import Machines, launch
 
 DEVICE = "cuda" if os.environ.get("PENSTOCK_SHARE_GPU") == "1" else "cpu"
@@ -72,6 +73,47 @@ def test_ranks_of_several_machines_count_on():
     machines = Machines(gpus=2, nodes=3, node_rank=1, rendezvous="10.0.0.1:29500")
     told = machines.environment(1, ("10.0.0.1", 29500))
     assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"], told["LOCAL_WORLD_SIZE"]) == ("3", "6", "1", "2")
+
+
+@pytest.fixture
+def store():
+    """Where ranks meet, in a process of its own, as it may freeze."""
+    code = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
+    command = [sys.executable, "-c", f"{code}; print(s.port, flush=True); sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.address = "127.0.0.1", int(process.stdout.readline())
+        yield process
+        process.kill()
+
+
+@pytest.mark.slow
+def test_what_a_watch_tells_and_hears(store, monkeypatch):
+    left = []
+    monkeypatch.setattr(lost, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(lost, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(lost, "leave", lambda error, rank: left.append((str(error), rank)))
+    first, second, third = (lost.Watch(store.address, rank) for rank in range(3))
+    third.end(None)
+    first.end(ValueError("no such thing\nand more"))
+    with pytest.raises(RankLost, match="rank 0 failed: no such thing"):
+        lost.Watch(store.address, 3).end(RuntimeError("gloo: Connection closed by peer"))
+    deadline = time.monotonic() + 20
+    while not left and time.monotonic() < deadline:
+        time.sleep(0.05)
+    second.end(None)
+    ((message, rank),) = set(left)
+    assert (rank, "rank 0 failed: no such thing" in message) == (1, True), "the one that had ended hears nothing"
+
+
+@pytest.mark.slow
+def test_a_watch_waits_for_no_store_that_is_frozen(store, monkeypatch):
+    monkeypatch.setattr(lost, "LOOK_SECONDS", 0.2)
+    watch = lost.Watch(store.address, 1)
+    store.send_signal(signal.SIGSTOP)
+    time.sleep(1)
+    began = time.monotonic()
+    watch.end(ValueError("its own"))
+    assert time.monotonic() - began < 5
 
 
 def test_an_error_of_all_ranks_is_shown_once_with_its_code(capfd):

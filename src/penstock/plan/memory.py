@@ -45,7 +45,7 @@ class Work:
     """Layers from one saved input to the next, if they are computed one by one."""
     matmul: str = "bf16"
     passes: int = 1
-    """Micro-batches that these rows are; each has its own casts of the weights to fp8."""
+    """Micro-batches that these rows are; each, and each tile, has its own casts of the weights to fp8."""
 
     @property
     def tokens(self) -> int:

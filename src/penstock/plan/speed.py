@@ -107,7 +107,8 @@ def _cast_seconds(a: Architecture, work: Work, machine: Machine) -> tuple[float,
     inner = 0 if a.experts else a.intermediate
     dense = 0 if a.experts else h
     inputs, gradients = h + q + dense + inner, q + 2 * kv + h + 2 * inner + dense
-    elements = work.passes * _linear_weights(a), work.tokens * inputs, work.tokens * gradients
+    pieces = max(work.passes, -(-work.tokens // work.tile) if work.tile else 1)
+    elements = pieces * _linear_weights(a), work.tokens * inputs, work.tokens * gradients
     by_kind = (WEIGHT_CASTS, INPUT_CASTS, GRADIENT_CASTS)
     there, back = (
         sum(count * kind[way] for count, kind in zip(elements, by_kind, strict=True))
