@@ -5,27 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_attention import plain_attention
-from tiny import SEVEN, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
+from tiny import SEVEN, Largest, tiny_model
 
 from penstock.model import attention, segment_attention
 from penstock.model.attention import Segments, attend, use_attention
 from penstock.model.decoder import find_decoder
 from penstock.model.loss import hidden_states
 from penstock.model.segment_attention import attend_segment
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest memory that any operation gives."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.itemsize)
-        return result
 
 
 @given(length=st.integers(1, 40), window=st.none() | st.integers(1, 12), sink=st.booleans(), most=st.integers(1, 300))

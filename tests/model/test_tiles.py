@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from tiny import OTHERS, SEVEN, packed, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
+from tiny import OTHERS, SEVEN, Largest, packed, tiny_model
 
 from penstock.errors import ModelError
 from penstock.model.attention import use_attention
@@ -119,19 +118,6 @@ def test_compiled_nothing_is_computed_that_is_not_used(tmp_path, monkeypatch):
     torch._dynamo.reset()
 
 
-class Widest(TorchDispatchMode):
-    """The largest tensor that any operation gives."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.itemsize)
-        return result
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen3_moe"])
 def test_nothing_but_attention_is_as_long_as_the_row_and_wide(name):
     """An MLP eight times as wide as the model: at once it makes that for every token, in tiles for a tile."""
@@ -140,9 +126,9 @@ def test_nothing_but_attention_is_as_long_as_the_row_and_wide(name):
     ROWS["wide"] = ((tokens // 16,) * 16,)
     call = called_with(tiny_model(name, **wide), "wide")[0]
     gradient = torch.ones(call[1].shape)
-    with Widest() as whole:
+    with Largest() as whole:
         at_once(*call, gradient)
-    with Widest() as tiled:
+    with Largest() as tiled:
         in_tiles(*call, gradient, tile=20)
     weights = max(p.numel() for p in call[0].parameters())
     assert whole.numel >= 256 * tokens

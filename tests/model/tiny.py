@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.model.attention import Segments
@@ -115,3 +116,16 @@ def packed(seed: int = 1, rows: tuple[tuple[int, ...], ...] = ((9, 1, 6), (3, 13
         target_index,
         flat[target_index + 1],
     )
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest memory that any operation gives."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.itemsize)
+        return result
