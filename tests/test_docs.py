@@ -26,6 +26,7 @@ def blocks(page, language):
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if p.parent.name == "docs" and blocks(p, "python")], ids=lambda p: p.name
 )
+@pytest.mark.slow
 def test_python_blocks_of_a_page_run_one_after_another(page, tmp_path):
     code = "\n".join(blocks(page, "python"))
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
@@ -76,6 +77,7 @@ def test_every_page_can_be_reached():
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("mkdocstrings"), reason="needs the extra docs")
+@pytest.mark.slow
 def test_the_pages_build_without_a_warning_and_load_nothing_from_elsewhere(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

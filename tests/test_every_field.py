@@ -247,6 +247,7 @@ def test_changing_the_field_changes_the_run(field, tmp_path, places, baseline, m
 
 
 @pytest.mark.parametrize("field", ["recompute", "mode", "homes", "weights", "order", "inputs"])
+@pytest.mark.slow
 def test_these_change_no_number(field, tmp_path, places, baseline):
     after = run({**ALSO.get(field, {}), **CHANGES[field]}, tmp_path / "run", places)
     assert after["rows"] == baseline({})["rows"]

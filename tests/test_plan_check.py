@@ -20,6 +20,7 @@ JOBS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_plan_is_within_the_limits_of_what_was_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(layout, "LANDING_BYTES", 2**40)  # a place for every gradient, as there was then
     plans = []

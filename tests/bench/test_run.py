@@ -137,6 +137,7 @@ def test_a_loss_that_is_not_finite_is_an_error(tmp_path, monkeypatch):
         assert row.error == error
 
 
+@pytest.mark.slow
 def test_a_recipe_of_ours_that_fails_is_a_row_too(tmp_path, monkeypatch):
     from penstock.bench import run
     from penstock.errors import DoesNotFit
@@ -151,6 +152,7 @@ def test_a_recipe_of_ours_that_fails_is_a_row_too(tmp_path, monkeypatch):
     assert "999 GiB" in (tmp_path / "table.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_timeline_has_every_lane_of_every_row(tmp_path):
     recipe = dataclasses.replace(TINY, homes="gpu=0.4,stream=0.3,host=0.3")
     bench(recipe, Asked(steps=1, timeline=True), to=str(tmp_path), say=lambda _: None)

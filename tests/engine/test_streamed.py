@@ -105,6 +105,7 @@ def test_layers_before_rows_in_every_format_and_update(states, clip, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.slow
 def test_inputs_of_every_other_layer(device, monkeypatch):
     """Layers between are computed again together: the same bits, from fewer inputs and slots than layers."""
     shape = tiny("llama-8b").shape.replace("num_hidden_layers=2", "num_hidden_layers=7")
@@ -159,6 +160,7 @@ def test_tied_weights():
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.slow
 def test_a_streamed_run_goes_on_resident_and_the_other_way_round(device):
     """Two steps, saved, restored into an engine of the other kind, and two more: the bits of four steps at once."""
     straight = run(recipe_of(rows=4), device, steps=4)[1]

@@ -39,12 +39,14 @@ def test_three_steps_are_those_of_whole_rows(preset, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("preset", ["llama-8b", pytest.param("gpt-oss-20b", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_streamed_and_parked_are_the_same_bits(preset, device):
     base = run(tiled(preset, order="layers"), device)
     for flow in FLOWS:
         assert_same(run(tiled(preset, **flow), device), base)
 
 
+@pytest.mark.slow
 def test_frozen_layers_stay():
     base, ours = (run(tiled(tile=tile, order="layers"), frozen=("layers.0",)) for tile in ("none", "5"))
     names = [name for name in base[1] if "layers.0" in name]
@@ -89,6 +91,7 @@ def test_what_does_not_go_together_is_refused():
         engine.packed._try_layers(check_tiles)
 
 
+@pytest.mark.slow
 def test_a_trial_of_fewer_layers_runs_the_last_ones():
     """And leaves all of them to the next step, with the bits of a run without a trial."""
     recipe = tiled(weights="streamed", inputs="parked")

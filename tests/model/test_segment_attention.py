@@ -32,6 +32,7 @@ def test_blocks_are_the_whole(length, window, sink, most):
 
 
 @pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.slow
 def test_a_long_segment_has_no_logits_of_row_by_row(sink):
     """8,192 tokens with a window, forward and backward; and with sinks over all of them."""
     length, heads = 8192, 2
@@ -44,6 +45,7 @@ def test_a_long_segment_has_no_logits_of_row_by_row(sink):
 
 
 @pytest.mark.parametrize("name", SEVEN)
+@pytest.mark.slow
 def test_no_preset_makes_a_mask_of_131072_tokens_squared(name, monkeypatch):
     """The whole model, one row, one example. The kernel itself is left out; that it gets no mask counts."""
     length, masks = 131_072, []

@@ -90,6 +90,7 @@ def test_a_gradient_that_came_in_earlier_micro_batches_only_counts():
 
 
 @pytest.mark.parametrize(("accumulate_dtype", "most"), [("fp32", 1.2), ("bf16", None)])
+@pytest.mark.slow
 def test_the_error_of_a_gradient_does_not_grow_with_the_number_of_micro_batches(accumulate_dtype, most):
     torch.manual_seed(0)
     x, target = torch.randn(64 * 32, 96).bfloat16() + 0.5, torch.randn(64 * 32, 96).bfloat16()
@@ -116,6 +117,7 @@ def test_the_error_of_a_gradient_does_not_grow_with_the_number_of_micro_batches(
     (torch.float32, 1, 1e-5, 0.0), (torch.float32, 1, 1e-5, 0.01), (torch.float32, 4, 1e-6, 0.1),
     (torch.bfloat16, 1, 1e-3, 0.01), (torch.bfloat16, 4, 1e-5, 0.01),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_no_further_from_fp64_than_torch(dtype, micro_batches, lr, decay, monkeypatch):
     """The table of docs/numerics.md, smaller."""
     monkeypatch.setattr(fp64_error, "SIZE", 4000)

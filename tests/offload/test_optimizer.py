@@ -59,6 +59,7 @@ def reference(model, data, max_grad_norm, lr=3e-3):
 
 
 @pytest.mark.parametrize("clip", [0.5, 0.0])
+@pytest.mark.slow
 def test_a_hundred_steps_against_torch_and_fp64(clip):
     data = batches(100)
     start = Net(torch.float32)

@@ -246,6 +246,7 @@ machines = st.builds(
 
 @settings(deadline=None, max_examples=40)
 @given(jobs, machines, st.floats(1, 3), st.sampled_from([None, 1]))
+@pytest.mark.slow
 def test_more_gpu_memory_is_never_slower(job, machine, more, rows):
     free = Free("fp32", rows)
     before = solve(job, machine, free=free)
@@ -257,6 +258,7 @@ def test_more_gpu_memory_is_never_slower(job, machine, more, rows):
 
 @settings(deadline=None, max_examples=40)
 @given(jobs, machines, st.floats(1, 3))
+@pytest.mark.slow
 def test_more_memory_never_makes_what_fits_not_fit(job, machine, more):
     job = replace(job, order="auto")
     if solve(job, machine) is not None:

@@ -42,6 +42,7 @@ def share(dealt, home):
     st.integers(1, 700),
     st.sampled_from([MIX, {"gpu": 1.0}, {"stream": 1.0}, {"host": 0.5, "gpu": 0.5}, {"stream": 0.2, "host": 0.8}]),
 )
+@pytest.mark.slow
 def test_every_element_has_one_home(sizes, chunk_size, shares):
     dealt = deal(cut(sizes, chunk_size), shares)
     assert {name for name, chunks in dealt.items() if chunks} <= set(shares)

@@ -65,6 +65,7 @@ def test_never_over_budget(job, machine, gpus):
 
 @settings(deadline=None, max_examples=60)
 @given(jobs, machines, st.floats(1, 3), st.floats(1, 3), st.floats(1, 3))
+@pytest.mark.slow
 def test_more_memory_or_a_faster_link_is_never_slower_unless_more_exact(job, machine, gpu, host, link):
     before = solve(job, machine)
     better = replace(
@@ -84,6 +85,7 @@ def test_more_memory_or_a_faster_link_is_never_slower_unless_more_exact(job, mac
 
 @settings(deadline=None, max_examples=60)
 @given(jobs, machines)
+@pytest.mark.slow
 def test_exact_whenever_exact_fits(job, machine):
     best = solve(job, machine)
     if best is not None and best.settings.states != "fp32":

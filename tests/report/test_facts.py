@@ -42,6 +42,7 @@ def test_a_run_leaves_its_facts(finished_run, small_recipe):
     assert "it is." in runs[1][0]
 
 
+@pytest.mark.slow
 def test_after_a_resume_they_are_those_of_the_whole_run(small_recipe, tmp_path):
     first = dataclasses.replace(small_recipe, output_dir=str(tmp_path / "run"), save_every=2, keep=3)
     train(first, Console(quiet=True))

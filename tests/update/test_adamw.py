@@ -175,6 +175,7 @@ def test_a_step_that_must_not_go_changes_nothing(device, states):
     assert_same(a, b)
 
 
+@pytest.mark.slow
 def test_contraction_would_be_noticed(tmp_path, monkeypatch):
     """A negative control: the same C file built with fused multiply-add gives other bits."""
     source, library = Path(adamw.__file__).with_name("host_kernel.c"), tmp_path / "fused.so"

@@ -142,6 +142,7 @@ def test_the_second_moment_decays_without_gradient(states):
 
 
 @pytest.mark.parametrize("states", ROUNDED)
+@pytest.mark.slow
 def test_rounded_to_the_nearest_it_would_freeze(states, monkeypatch):
     """The negative control: with half a unit for random bits, rounding is to the nearest."""
 
