@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from penstock.command.cli import main
 from penstock.plan import layout
 
