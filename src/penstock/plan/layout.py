@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal, TypeVar
 
 from penstock.recipe.presets import Architecture
@@ -110,6 +111,7 @@ class StateFormat:
         parts = (*self.moments, REMAINDER) if weight_bytes == 2 else self.moments
         return tuple(sorted(parts, key=lambda part: -part.item_bytes))  # so that each is aligned, whatever the size
 
+    @lru_cache(4096)  # noqa: B019  # three formats, which live for ever
     def num_bytes(self, num_elements: int, weight_bytes: int) -> int:
         """Bytes of the state of so many elements."""
         return sum(part.num_bytes(num_elements) for part in self.parts(weight_bytes))
