@@ -6,10 +6,8 @@
 #   gradients  relative error by layer, llama-8b's shapes    quality    200 steps, three seeds, both data: MODEL, DATA
 set -u
 cd "$(dirname "$0")/.."
-: "${OUT:=out}" "${MODEL:=demo}" "${DATA:=demo}"
-export OUT PATH="$PWD/build/pkgs/bin:$PATH"
-export PYTHONPATH=src:build/pkgs PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True HF_HUB_OFFLINE=1
-mkdir -p "$OUT"
+: "${MODEL:=demo}" "${DATA:=demo}"
+. benchmarks/environment.sh
 
 measure() {  # NAME SECONDS RECIPE FLAGS...
   local name=$1 limit=$2

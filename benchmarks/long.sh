@@ -7,10 +7,7 @@
 #   half      6 of llama-8b's 32 layers, 524,288 tokens         plan      what is planned for each of these
 set -u
 cd "$(dirname "$0")/.."
-: "${OUT:=out}"
-export OUT PATH="$PWD/build/pkgs/bin:$PATH"
-export PYTHONPATH=src:build/pkgs PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True HF_HUB_OFFLINE=1
-mkdir -p "$OUT"
+. benchmarks/environment.sh
 
 measure() {  # NAME SECONDS STEPS RECIPE SETTINGS
   local name=$1 limit=$2

@@ -10,11 +10,9 @@
 #   hosts      two machines, as far as one can be two: NCCL over sockets between network namespaces
 set -u
 cd "$(dirname "$0")/.."
-: "${OUT:=out}" "${NCCL:?NCCL=FILE names a libnccl.so of 2.30 or later}"
-export OUT PATH="$PWD/build/pkgs/bin:$PATH"
-export PYTHONPATH=src:build/pkgs PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True HF_HUB_OFFLINE=1
+: "${NCCL:?NCCL=FILE names a libnccl.so of 2.30 or later}"
+. benchmarks/environment.sh
 export LD_PRELOAD=$(realpath "$NCCL") NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_ALGO=RING PENSTOCK_SHARE_GPU=1
-mkdir -p "$OUT"
 export CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$(mktemp -d)
 nvidia-cuda-mps-control -d && trap 'echo quit | nvidia-cuda-mps-control' EXIT
 
@@ -36,12 +34,11 @@ for job in "$@"; do
   case $job in
     tests) timeout 500 python3 -m pytest -q -n 2 -p no:cacheprovider $TESTS > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
     deepspeed)
-      for mode in superoffload zerooffload; do
-        train "deepspeed-$mode" 150 2 --engine deepspeed --mode "$mode" --shape num_hidden_layers=2 --keep 1 --max-steps 4
-        tail -n 2 "$OUT/deepspeed-$mode.log"
-      done
-      train deepspeed-resumed 100 2 --engine deepspeed --mode zerooffload --shape num_hidden_layers=2 --keep 1 --max-steps 4 --save-every 2
-      ;;
+      engine="--engine deepspeed --shape num_hidden_layers=2 --max-steps 4"
+      train deepspeed-superoffload 150 2 $engine --mode superoffload
+      train deepspeed-zerooffload 150 2 $engine --mode zerooffload --keep 2 --save-every 2
+      train deepspeed-resumed 100 2 $engine --mode zerooffload --resume "$OUT/deepspeed-zerooffload/checkpoints/step-00000002"
+      tail -n 1 "$OUT"/deepspeed-*/metrics.jsonl | cut -c1-120 ;;  # the last two should be the same
     overhead)
       for ranks in 1 2 4; do train "ranks-$ranks" 120 "$ranks" --homes gpu=0.5,host=0.5 --micro-batch-size 1 --recompute full; done
       python3 benchmarks/ranks.py "$OUT"/ranks-1 "$OUT"/ranks-2 "$OUT"/ranks-4 | tee "$OUT/ranks.txt" ;;

@@ -6,10 +6,7 @@
 #   large     16 of llama-70b's 80 layers, 80 GB                peer      12 layers of llama-8b in 16 GB, beside DeepSpeed
 set -u
 cd "$(dirname "$0")/.."
-: "${OUT:=out}"
-export OUT PATH="$PWD/build/pkgs/bin:$PATH"
-export PYTHONPATH=src:build/pkgs PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True HF_HUB_OFFLINE=1
-mkdir -p "$OUT"
+. benchmarks/environment.sh
 
 measure() {  # NAME SECONDS RECIPE SHARED SETTINGS...
   local name=$1 limit=$2
