@@ -32,7 +32,7 @@ train() {  # NAME SECONDS RANKS FLAGS...
 
 for job in "$@"; do
   case $job in
-    tests) timeout 500 python3 -m pytest -q -n 2 -p no:cacheprovider $TESTS > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
+    tests) timeout 500 python3 -m pytest -q -n "${WORKERS:-2}" -p no:cacheprovider $TESTS > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
     deepspeed)
       engine="--engine deepspeed --shape num_hidden_layers=2 --max-steps 4"
       train deepspeed-superoffload 150 2 $engine --mode superoffload
