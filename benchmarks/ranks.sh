@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Several ranks with NCCL on one GPU, which NCCL allows from 2.30 on: OUT=out NCCL=libnccl.so.2 benchmarks/ranks.sh JOB...
 # Needs what `benchmarks/h200.sh` without a job sets up, and NCCL, a build of 2.30 or later that is loaded in place of
-# torch's. With MPS the ranks run beside each other; without, they take turns. What this cannot show is the speed of links
-# between GPUs. Each job has its own time limit.
+# torch's. With MPS the ranks run beside each other; without, they take turns, as the tests do: a rank that is killed
+# takes the server of MPS with it. What this cannot show is the speed of links between GPUs. Each job has its own limit.
 #   tests      every test of ranks: whole runs, resume, faults, all homes and formats, experts, compiled layers
 #   deepspeed  the engine deepspeed with two ranks: both modes, save and resume
 #   overhead   8 layers of llama-8b, one, two and four ranks, the same batch: seconds, lanes, memory beside the plan
@@ -13,8 +13,12 @@ cd "$(dirname "$0")/.."
 : "${NCCL:?NCCL=FILE names a libnccl.so of 2.30 or later}"
 . benchmarks/environment.sh
 export LD_PRELOAD=$(realpath "$NCCL") NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_ALGO=RING PENSTOCK_SHARE_GPU=1
-export CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$(mktemp -d)
-nvidia-cuda-mps-control -d && trap 'echo quit | nvidia-cuda-mps-control' EXIT
+
+begin_mps() {
+  [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ] && return
+  export CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$(mktemp -d)
+  nvidia-cuda-mps-control -d && trap 'echo quit | nvidia-cuda-mps-control' EXIT
+}
 
 TESTS="tests/machine/test_launch.py tests/run/test_several_ranks.py tests/engine/test_fsdp.py tests/engine/test_ranks.py
   tests/offload/test_dtensors.py tests/offload/test_replicas.py tests/checkpoint/test_export_ranks.py tests/model/test_load_rows.py
@@ -31,6 +35,7 @@ train() {  # NAME SECONDS RANKS FLAGS...
 }
 
 for job in "$@"; do
+  [ "$job" = tests ] || begin_mps
   case $job in
     tests) timeout 500 python3 -m pytest -q -n "${WORKERS:-2}" -p no:cacheprovider $TESTS > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
     deepspeed)

@@ -1,8 +1,9 @@
 """Steps with weights that stream, one setting after another in one process, beside the floor with resident weights.
 
-    python benchmarks/streamed.py RECIPE DIR [field=value,...] ["field=value ..."]...
+    python benchmarks/streamed.py RECIPE DIR "field=value ..." ["field=value ..."]... [--no-floor]
 
-The first settings are for all; each further argument is one run. Rows are added to DIR/rows.jsonl as `penstock bench`
+The first settings are for all; each further argument is one run. `--no-floor` leaves out the floor, for models whose
+weights do not fit the GPU or where minutes count. Rows are added to DIR/rows.jsonl as `penstock bench`
 adds them, and the spans of three steps to DIR/timeline.jsonl.
 """
 
@@ -29,6 +30,8 @@ def values(text):
 
 
 def main(preset, directory, shared, *runs):
+    floor = "--no-floor" not in runs
+    runs = [run for run in runs if run != "--no-floor"]
     device = pick_device("auto")
     base = with_values(dataclasses.replace(PRESETS[preset], init="random"), values(shared), "arguments")
     base = dataclasses.replace(base, dtype=pick_dtype(base.dtype, device), recompute="full")
@@ -39,7 +42,7 @@ def main(preset, directory, shared, *runs):
     results = Results(Path(directory))
     case = Case(wanted[0], device, 0.0, flops, timeline=results.directory / "timeline.jsonl", reference_flops=reference)
     rows = []
-    for row in our_rows(case, wanted, STEPS, lambda text: print(text, flush=True)):
+    for row in our_rows(case, wanted, STEPS, lambda text: print(text, flush=True), floor=floor):
         rows.append(row)
         results.add(row)
         print(show(row), f"{row.tokens_per_s or 0:,.0f} tokens/s", flush=True)

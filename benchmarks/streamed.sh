@@ -21,11 +21,11 @@ for job in "$@"; do
     exact) measure exact 240 llama-8b "batch_size=8 update=after-norm" \
       "micro_batch_size=2 gpu_memory=24GB" "micro_batch_size=1 gpu_memory=12GB" ;;
     bf16) measure bf16 220 llama-8b "batch_size=16 update=after-norm states=bf16 gpu_memory=24GB micro_batch_size=4" "order=layers" ;;
-    qwen) measure qwen 300 qwen3-14b "batch_size=8 update=in-backward states=int8 max_grad_norm=0 gpu_memory=24GB micro_batch_size=2" "order=layers" ;;
+    qwen) measure qwen 200 qwen3-14b "batch_size=8 update=in-backward states=int8 max_grad_norm=0 gpu_memory=24GB micro_batch_size=2" "order=layers" --no-floor ;;
     experts)
-      measure gpt-oss 240 gpt-oss-20b "batch_size=4 micro_batch_size=1 update=in-backward states=int8 max_grad_norm=0 gpu_memory=24GB shape=num_hidden_layers=20" "order=layers"
-      measure qwen-moe 240 qwen3-30b-a3b "batch_size=8 micro_batch_size=2 update=in-backward states=int8 max_grad_norm=0 gpu_memory=24GB shape=num_hidden_layers=24" "order=layers" ;;
-    large) measure large 300 llama-70b "batch_size=4 micro_batch_size=1 update=in-backward states=int8 max_grad_norm=0 gpu_memory=80GB shape=num_hidden_layers=16" "order=layers" ;;
+      measure gpt-oss 170 gpt-oss-20b "batch_size=4 micro_batch_size=1 update=in-backward states=int8 max_grad_norm=0 gpu_memory=24GB shape=num_hidden_layers=20" "order=layers" --no-floor
+      measure qwen-moe 170 qwen3-30b-a3b "batch_size=8 micro_batch_size=2 update=in-backward states=int8 max_grad_norm=0 gpu_memory=24GB shape=num_hidden_layers=24" "order=layers" --no-floor ;;
+    large) measure large 200 llama-70b "batch_size=4 micro_batch_size=1 update=in-backward states=int8 max_grad_norm=0 gpu_memory=80GB shape=num_hidden_layers=16" "order=layers" --no-floor ;;
     peer) timeout 580 python3 -m penstock bench llama-8b --name llama-8b-12-layers --shape num_hidden_layers=12 --batch-size 8 \
       --micro-batch-size 2 --gpu-memory 16GB --weights streamed --updates after-norm --against deepspeed --steps 3 --timeout 330 \
       --to "$OUT/peer" > "$OUT/peer.log" 2>&1

@@ -2,6 +2,7 @@
 
 Reads one JSON object a line: {"job": NAME, "ranks": N, "port": P, "out": DIR, "args": {...}}. Every rank runs the
 function of that name in rank_jobs.py and leaves what it returns in DIR/RANK.pt; the answer is the list of exit codes.
+Where ranks share a GPU each is a fresh process: CUDA, which imports begin, does not survive a fork.
 """
 
 import json
@@ -52,10 +53,16 @@ def wait(pids):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        import rank_jobs
+
+        child(json.loads(sys.argv[1]), int(sys.argv[2]))
+    forks = os.environ.get("PENSTOCK_SHARE_GPU") != "1"
     answers = os.dup(1)
     os.dup2(2, 1)
     torch.set_num_threads(1)
-    import rank_jobs
+    if forks:
+        import rank_jobs
 
     os.write(answers, b"[]\n")
     for line in sys.stdin:
@@ -63,6 +70,8 @@ if __name__ == "__main__":
         pids = []
         for number in range(asked["ranks"]):
             pids.append(os.fork())
-            if pids[-1] == 0:
+            if pids[-1] == 0 and forks:
                 child(asked, number)
+            elif pids[-1] == 0:
+                os.execv(sys.executable, [sys.executable, __file__, line, str(number)])
         os.write(answers, (json.dumps(wait(pids)) + "\n").encode())

@@ -209,17 +209,19 @@ def show(row: Row) -> str:
     fp8, clipped = "fp8" if row.matmul == "fp8" else "", "clipped" if row.clip else ""
     words = (row.system, fp8, row.mode, row.schedule, row.states, clipped, row.setting)
     name = " ".join(filter(None, words))
-    if row.step_s is None or not row.floor_s:
+    if row.step_s is None:
         return f"{name}: {row.error}"
     noise = " (under 1 is noise)" if is_noise(row) else ""
     homes = f"; {row.homes}" if row.homes else ""
-    return f"{name}: {row.step_s:.3f} s, {row.step_s / row.floor_s:.3f} of the floor{noise}{homes}"
+    floor = f", {row.step_s / row.floor_s:.3f} of the floor{noise}" if row.floor_s else ""
+    return f"{name}: {row.step_s:.3f} s{floor}{homes}"
 
 
-def our_rows(case: Case, wanted: list[Recipe], steps: int, say: Say) -> Iterator[Row]:
-    """The floor, then our step under each recipe, all in this process and on weights that were drawn alike.
+def our_rows(case: Case, wanted: list[Recipe], steps: int, say: Say, *, floor: bool = True) -> Iterator[Row]:
+    """The floor unless it is not asked for, then our step under each recipe, all in this process.
 
-    The floor has its weights on the GPU, and the GPU for itself. Those that will stream are drawn again for each.
+    Weights are drawn alike for all. The floor has them on the GPU, and the GPU for itself; those that will stream are
+    drawn again for each.
     """
     recipe, device, config = case.recipe, case.device, load_config(case.recipe)
     say(f"building {recipe.model} with random weights")
@@ -230,14 +232,15 @@ def our_rows(case: Case, wanted: list[Recipe], steps: int, say: Say) -> Iterator
     activations: int | None = None
     model: PreTrainedModel | None = None
     try:
-        model = load_model(resident, config, device, say)
-        weights = sum(p.nbytes for p in model.parameters())
-        _give_back(device)
-        floor_s = _time_floor(PackedModel(model, resident, say), batches, steps)
-        case = dataclasses.replace(case, floor_s=floor_s)
-        floor = dataclasses.replace(case, recipe=resident).row("floor", floor_s)
-        activations = floor.gpu_bytes - weights if device.type == "cuda" else None
-        yield floor
+        if floor or not streams(recipe):
+            model = load_model(resident, config, device, say)
+            weights = sum(p.nbytes for p in model.parameters())
+            _give_back(device)
+            floor_s = _time_floor(PackedModel(model, resident, say), batches, steps)
+            case = dataclasses.replace(case, floor_s=floor_s)
+            row = dataclasses.replace(case, recipe=resident).row("floor", floor_s)
+            activations = row.gpu_bytes - weights if device.type == "cuda" else None
+            yield row
     except torch.OutOfMemoryError:
         if not streams(recipe):
             raise DoesNotFit(
