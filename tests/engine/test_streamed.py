@@ -18,7 +18,9 @@ from penstock.engine.weights import load_to_stream, streams
 from penstock.errors import RecipeError
 from penstock.flow.unit_slots import UnitSlots
 from penstock.model.load import load_config, load_model
-from penstock.plan.layout import parked_bytes
+from penstock.offload import placing
+from penstock.offload.stream import StreamHome
+from penstock.plan.layout import STREAM_QUEUE, parked_bytes
 
 GPU = pytest.param(
     "cuda",
@@ -91,6 +93,20 @@ def test_one_micro_batch_is_that_of_resident_weights(preset, device):
     base = run(recipe_of(preset, rows=4, homes="host"), device)
     for name, flow in FLOWS.items():
         assert_same(run(recipe_of(preset, rows=4, **flow), device), base), name
+
+
+def test_all_chunks_of_a_layer_may_wait_in_backward(monkeypatch):
+    """Its gradients are final at once: if its backward waited for slots, the device would have nothing to do."""
+    allowed, real = [], StreamHome.__init__
+
+    def noted(*args, most_waiting, **more):
+        allowed.append(most_waiting)
+        real(*args, most_waiting=most_waiting, **more)
+
+    monkeypatch.setattr(StreamHome, "__init__", noted)
+    monkeypatch.setattr(placing, "DEFAULT_CHUNK", 256)
+    build(recipe_of(weights="streamed", homes="stream", max_grad_norm=0.0)).release()
+    assert allowed[0] > STREAM_QUEUE
 
 
 @pytest.mark.slow

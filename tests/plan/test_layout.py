@@ -22,12 +22,15 @@ from penstock.plan.layout import (
     CHUNK_SECONDS,
     DEFAULT_CHUNK,
     FORMATS,
+    STREAM_QUEUE,
     Buffer,
     Chunk,
     chunk_for,
     cut,
     model_buffers,
     parameters,
+    queue_excess,
+    queue_length,
     state_buffers,
     total,
     unit_buffers,
@@ -159,3 +162,17 @@ def test_units_that_stream_take_what_the_layout_says(count):
     assert slots.num_bytes == sum(slot.memory.nbytes for slot in weights._slots._slots)
     assert at_home.num_bytes == weights.num_bytes
     weights.close()
+
+
+def test_all_chunks_of_a_streamed_layer_may_wait():
+    """Or its backward, at whose end all its gradients are final, would stand still in the middle."""
+    whole = Chunk(0, 0, 10 * 256, FORMATS["int8"], 2)
+    chunks = [dataclasses.replace(chunk, parameter=index) for index in range(4) for chunk in cut(whole, 256)]
+    each = len(cut(whole, 256))
+    assert each < STREAM_QUEUE < 2 * each
+    assert queue_length(chunks, {}) == STREAM_QUEUE, "resident ones become final one after another"
+    assert queue_excess(chunks, {}) == 0
+    assert queue_length(chunks, {0: 7, 1: 7, 2: 8}) == 2 * each
+    assert queue_excess(chunks, {0: 7, 1: 7, 2: 8}) == (2 * each - STREAM_QUEUE) * 2 * 256
+    assert queue_length(chunks, {0: 7}) == STREAM_QUEUE
+    assert queue_excess([], {}) == 0

@@ -16,7 +16,7 @@ from penstock.offload.host import HostHome
 from penstock.offload.resident import ResidentHome
 from penstock.offload.stream import StreamHome
 from penstock.offload.trained import Trained
-from penstock.plan.layout import STREAM_QUEUE, Chunk, HomeName
+from penstock.plan.layout import Chunk, HomeName, queue_length
 from penstock.plan.placement import Placement
 from penstock.plan.split import Manner
 from penstock.update.formats import view_state
@@ -31,10 +31,15 @@ class Housing:
         self._parameters = trained.parameters
         around = Surroundings(rule, link, trained.deadlines(), trained.streamed)
         near = near_cores(trained.device)
-        most_waiting = STREAM_QUEUE if manner.in_backward else 0
+        unit_of = trained.unit_of_streamed()
         makers: dict[HomeName, Callable[[Sequence[Chunk]], Home]] = {
             "gpu": lambda chunks: ResidentHome(chunks, around),
-            "stream": lambda chunks: StreamHome(chunks, around, cores=near, most_waiting=most_waiting),
+            "stream": lambda chunks: StreamHome(
+                chunks,
+                around,
+                cores=near,
+                most_waiting=queue_length(chunks, unit_of) if manner.in_backward else 0,
+            ),
             "host": lambda chunks: HostHome(
                 chunks,
                 around,

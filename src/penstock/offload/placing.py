@@ -33,6 +33,7 @@ from penstock.plan.layout import (
     cut,
     gpu_reserve,
     landing_bytes,
+    queue_excess,
 )
 from penstock.plan.placement import (
     Dealt,
@@ -216,6 +217,8 @@ def _choose(
     else:
         on_host -= landing_bytes([*away["stream"], *away["host"]])
     room = Room(free + cached - gpu_reserve(total), on_host)
+    if manner.in_backward:
+        room = room.less(queue_excess(away["stream"], trained.unit_of_streamed()))
     if room.gpu_bytes >= need.kept_bytes + need.num_params * state_bytes:
         return everything
     rates = rates_of()

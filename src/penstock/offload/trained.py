@@ -104,6 +104,11 @@ class Trained:
                 found[index] = number
         return found
 
+    def unit_of_streamed(self) -> dict[int, int]:
+        """The same of those whose weights lie in host memory alone."""
+        deadlines = self.deadlines()
+        return {index: deadlines[index] for index in self.streamed}
+
     def whole_chunks(self, format: StateFormat) -> list[Chunk]:
         """Every parameter, or this rank's shard of it, as one chunk, in the order of forward."""
         found = []

@@ -18,7 +18,6 @@ from penstock.plan.by_layer import Homes, LayerStep, LayerTraffic
 from penstock.plan.job import Crossing, Job, Seconds, Settings, weights_word
 from penstock.plan.layout import (
     FORMATS,
-    HOST_RESERVE,
     STREAM_QUEUE,
     Buffer,
     Chunk,
@@ -26,18 +25,15 @@ from penstock.plan.layout import (
     Place,
     StateFormat,
     cut,
-    gpu_reserve,
     layer_parameters,
     model_buffers,
     parked_bytes,
+    queue_excess,
     state_buffers,
     unit_buffers,
 )
 from penstock.plan.memory import (
-    COMPILER_BYTES,
     CONTEXT_BYTES,
-    CPU_PROCESS_BYTES,
-    PROCESS_BYTES,
     Disk,
     Peaks,
     Work,
@@ -48,6 +44,7 @@ from penstock.plan.memory import (
     work_of,
 )
 from penstock.plan.placement import Dealt, deal, deal_away
+from penstock.plan.rooms import process_bytes, rooms, sharing_a_host
 from penstock.plan.shares import by_unit, choose_split, chunk_size_of, room_for_layers, split_of_layers
 from penstock.plan.split import Manner, ModelBytes, Profile, Rates, Requirements, Room, Split, requirements
 
@@ -177,10 +174,13 @@ class Plan:
             moment.append(("gathered layers", sharded_bytes(self.job.architecture, self.job.dtype_bytes)))
         if self.job.in_backward and self.split.stream:
             moment.append((QUEUE, self.job.dtype_bytes * STREAM_QUEUE * self.chunk_size))
+            count = len(layer_parameters(self.job.architecture))
+            unit_of = {index: (index - 1) // count for index in self.streamed}
+            moment.append(("gradients of a layer", queue_excess(self.dealt["stream"], unit_of)))
         found += [Buffer(name, device, int(num_bytes)) for name, num_bytes in moment if num_bytes > 0]
         if on_gpu:
             found.append(Buffer("CUDA context", "gpu", int(CONTEXT_BYTES)))
-        found.append(Buffer("process", "host", int(_process_bytes(self.job, self.machine))))
+        found.append(Buffer("process", "host", int(process_bytes(self.job, self.machine))))
         return found
 
     def _away(self, device: Place) -> list[Buffer]:
@@ -214,31 +214,6 @@ class Plan:
         """Checkpoints and the exported model."""
         state = self.format.bytes_per_element(self.job.dtype_bytes)
         return disk(self.num_params, state, self.job.dtype_bytes, self.job.checkpoints)
-
-
-def _process_bytes(job: Job, machine: Machine) -> float:
-    return PROCESS_BYTES + job.compiled * COMPILER_BYTES if machine.has_gpu else CPU_PROCESS_BYTES
-
-
-def host_reserve(machine: Machine) -> int:
-    """What is left free of a host's memory."""
-    return HOST_RESERVE if machine.has_gpu else min(HOST_RESERVE, machine.host_bytes // 20)
-
-
-def sharing_a_host(machine: Machine, gpus: int) -> int:
-    """How many of the GPUs share the memory of one host."""
-    return min(gpus, machine.gpus_per_host or gpus)
-
-
-def rooms(job: Job, machine: Machine, gpus: int) -> Room:
-    """Bytes for everything but the driver and the reserves, on one GPU and in its share of the host."""
-    share = (machine.host_bytes - host_reserve(machine)) / sharing_a_host(machine, gpus)
-    host = share - _process_bytes(job, machine)
-    if machine.unified:  # one memory for both: what the GPU takes the host has not
-        return Room(host - CONTEXT_BYTES, 0.0)
-    if not machine.has_gpu:
-        return Room(host, 0.0)
-    return Room(machine.gpu_bytes - CONTEXT_BYTES - gpu_reserve(machine.gpu_bytes), host)
 
 
 @dataclass(frozen=True)

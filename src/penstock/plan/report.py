@@ -17,7 +17,8 @@ from penstock.machine.known import Machine
 from penstock.plan.architecture import architecture_of
 from penstock.plan.job import Job, Settings
 from penstock.plan.layout import gpu_reserve
-from penstock.plan.predict import Plan, gpu_shortage, host_reserve, predict, sharing_a_host
+from penstock.plan.predict import Plan, gpu_shortage, predict
+from penstock.plan.rooms import host_reserve, sharing_a_host
 from penstock.plan.solve import Alternative, Free, alternatives, fitting, flags_between, may_go_by_layer, solve
 from penstock.recipe.lists import parse_homes, parse_size
 from penstock.recipe.recipe import Recipe, tile_tokens

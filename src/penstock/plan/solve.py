@@ -19,7 +19,8 @@ from penstock.machine.known import Machine
 from penstock.plan.job import Job, Settings
 from penstock.plan.layout import FORMATS, StateFormat
 from penstock.plan.placement import DEALS
-from penstock.plan.predict import Plan, give_way, gpu_shortage, predict, rooms
+from penstock.plan.predict import Plan, give_way, gpu_shortage, predict
+from penstock.plan.rooms import rooms
 
 
 @dataclass(frozen=True)
