@@ -357,6 +357,7 @@ def test_a_run_goes_on_when_nobody_reads_its_lines_any_more(tmp_path):
     assert (tmp_path / "model" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_our_warnings_are_shown_and_those_of_libraries_are_not():
     code = (
         "import warnings, penstock.command.libraries as libraries\n"

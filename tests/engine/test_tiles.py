@@ -23,7 +23,10 @@ def tiled(preset="llama-8b", tile="5", **changes):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("preset", TINY)
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(name, marks=[] if name in ("llama-8b", "gpt-oss-20b") else pytest.mark.slow) for name in TINY],
+)
 def test_three_steps_are_those_of_whole_rows(preset, device):
     """Rows of twelve tokens, two at once, in tiles of five and of all."""
     whole, *others = (

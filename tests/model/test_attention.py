@@ -180,6 +180,7 @@ def test_attention_is_its_definition(lengths, window, sink, kv_heads):
     torch.testing.assert_close(out[0].double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_layers_can_be_compiled():
     """Segments are plain inputs of a layer, so a compiled layer takes them (with breaks on the CPU, for now)."""
     model, batch = tiny_model("llama"), packed()

@@ -23,7 +23,10 @@ def digests(homes):
     return {name: one(*case) for name, case in golden.cases()}
 
 
-@pytest.mark.parametrize("homes", golden.HOMES, ids=str)
+MIXED = [pytest.param(homes, marks=[] if isinstance(homes, dict) else pytest.mark.slow) for homes in golden.HOMES]
+
+
+@pytest.mark.parametrize("homes", MIXED, ids=str)
 def test_no_bit_has_changed(homes):
     golden.expect(digests(homes))
 

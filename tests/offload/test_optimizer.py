@@ -135,6 +135,7 @@ def test_accumulated_micro_batches_equal_one_batch(homes, update):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_without_the_remainder_a_small_learning_rate_moves_nothing():
     """The negative control: rounding the master away each step stalls the weights; keeping it does not."""
     model, data = Net(), batches(30)

@@ -28,7 +28,9 @@ def test_replicas_stay_the_same(ranks, homes):
     assert all(torch.equal(a, b) for a, b in zip(first["weights"], second["weights"], strict=True))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if name == "micro-batches" else pytest.mark.slow) for name in CASES]
+)
 def test_two_replicas_train_what_one_process_trains(ranks, case):
     (alone,) = ranks("replicas", 1, **{**CASES[case], "first": True})
     results = ranks("replicas", 2, **CASES[case])

@@ -118,6 +118,7 @@ def test_the_matrix_reproduces_the_references_table():
     assert "does not fit" in text
 
 
+@pytest.mark.slow
 def test_on_the_h200_every_preset_but_the_largest_has_a_way():
     """With the format and schedule that the planner picks."""
     for name in ("gpt-oss-20b", "qwen3-30b-a3b", "seed-oss-36b"):
@@ -125,6 +126,7 @@ def test_on_the_h200_every_preset_but_the_largest_has_a_way():
         assert main(words) == 0, name
 
 
+@pytest.mark.slow
 def test_the_matrix_marks_what_fits_without_clipping_only():
     cells = matrix(H200, (1, 2))
     lines = matrix_lines(H200, cells)
@@ -223,6 +225,7 @@ def test_what_a_small_host_lacks_is_said(gpu, capsys):
     assert "with weights and state on the host" in error
 
 
+@pytest.mark.slow
 def test_with_enough_host_memory_every_preset_fits_one_gpu():
     machine = replace(MACHINES["rtx4090"], host_bytes=2 * 2**40)
     cells = matrix(machine, (1,))

@@ -40,8 +40,8 @@ TINY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("states", ["fp32", "int8"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("states", ["fp32", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", [DEMO, dataclasses.replace(PRESETS["qwen3-14b"], **TINY)], ids=["tied", "untied"])
 def test_what_a_run_will_write_is_known_before(recipe, states, dtype, monkeypatch):
     run = prepare_run(dataclasses.replace(recipe, states=states, dtype=dtype), Console(quiet=True))
