@@ -64,7 +64,14 @@ def link_out(path):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-@pytest.mark.parametrize("file", ["weights-00001.safetensors", "state-00001.safetensors", "run.json", "rng.json"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "weights-00001.safetensors",
+        "run.json",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("state-00001.safetensors", "rng.json")),
+    ],
+)
 def test_damage_is_found_and_the_older_checkpoint_is_named(server, run, ended_run, file, damage, what):
     older, newest = checkpoints(run)
     damage(newest / file)

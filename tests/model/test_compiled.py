@@ -209,6 +209,7 @@ def test_a_compiled_layer_waits_for_its_update():
     assert compiled_waits == plain_waits > 0
 
 
+@pytest.mark.slow
 def test_without_a_compiler_layers_run_as_they_are(monkeypatch):
     from torch._inductor import config
 
