@@ -9,6 +9,7 @@ adds them, and the spans of three steps to DIR/timeline.jsonl.
 
 import dataclasses
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -23,10 +24,15 @@ from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import with_values
 
 STEPS = 3
+START = time.monotonic()
 
 
 def values(text):
     return {key: yaml.safe_load(value) for key, value in (pair.split("=", 1) for pair in text.split())}
+
+
+def say(text):
+    print(f"{time.monotonic() - START:6.1f} s  {text}", flush=True)
 
 
 def main(preset, directory, shared, *runs):
@@ -42,10 +48,10 @@ def main(preset, directory, shared, *runs):
     results = Results(Path(directory))
     case = Case(wanted[0], device, 0.0, flops, timeline=results.directory / "timeline.jsonl", reference_flops=reference)
     rows = []
-    for row in our_rows(case, wanted, STEPS, lambda text: print(text, flush=True), floor=floor):
+    for row in our_rows(case, wanted, STEPS, say, floor=floor):
         rows.append(row)
         results.add(row)
-        print(show(row), f"{row.tokens_per_s or 0:,.0f} tokens/s", flush=True)
+        say(f"{show(row)} {row.tokens_per_s or 0:,.0f} tokens/s")
     print(table(rows))
 
 

@@ -11,11 +11,11 @@ dist=$(realpath -m "${1:-$work/dist}")
 # From the files of the repository alone: what lies beside them must not be needed.
 mkdir "$work/source"
 git -C "$root" ls-files -z | (cd "$root" && tar --null -T - -cf -) | tar -xf - -C "$work/source"
-python3 -m venv "$work/builder"
+python3 -m venv --upgrade-deps "$work/builder"
 "$work/builder/bin/pip" install -q --no-compile -c "$root/constraints.txt" build
 "$work/builder/bin/python" -m build -q --outdir "$dist" "$work/source"
 
-python3 -m venv "$work/env"
+python3 -m venv --upgrade-deps "$work/env"
 for file in "$dist"/penstock_train-*.whl "$dist"/penstock_train-*.tar.gz; do
   echo "+ $(basename "$file") in an environment without it"
   rm -rf "$work/run" && mkdir "$work/run"
