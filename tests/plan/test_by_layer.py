@@ -154,15 +154,36 @@ def test_whole_steps_of_llama_8b_as_measured(rows, step_s):
 
 
 @pytest.mark.parametrize(
-    ("rows", "states", "step_s", "host_gb"), [(8, "fp32", 3.609, 108.7), (16, "bf16", 6.949, 89.0)]
+    ("architecture", "rows", "micro", "states", "step_s", "gpu_gb", "host_gb"),
+    [
+        (LLAMA_8B, 8, 2, "fp32", 3.609, 20.0, 108.7),
+        (LLAMA_8B, 16, 4, "bf16", 6.726, 18.36, 89.6),
+        (QWEN3_14B, 8, 2, "int8", 6.426, 19.09, 98.1),
+    ],
+    ids=["fp32", "bf16", "int8, not clipped"],
 )
-def test_whole_steps_in_24_gb_as_measured(rows, states, step_s, host_gb):
-    """llama-8b clipped, all layers streamed, inputs parked: benchmarks/results/2026-11-16-h200/streamed."""
-    settings = streamed(LLAMA_8B, 2, inputs="parked", states=states)
-    plan = predict(Job(LLAMA_8B, rows, 4096, compiled=True), settings, replace(H200, gpu_bytes=24 * 10**9))
+def test_whole_steps_in_24_gb_as_measured(architecture, rows, micro, states, step_s, gpu_gb, host_gb):
+    """All layers streamed, inputs parked: benchmarks/results/2026-11-16-h200 and 2026-11-17-h200, streamed."""
+    settings = streamed(architecture, micro, inputs="parked", states=states)
+    job = Job(architecture, rows, 4096, compiled=True, clip=states != "int8")
+    plan = predict(job, settings, replace(H200, gpu_bytes=24 * 10**9))
     assert plan.fits
     assert plan.seconds.step == pytest.approx(step_s, rel=0.05)
+    assert plan.peak_bytes("gpu") == pytest.approx(gpu_gb * 1e9, rel=0.03)
     assert plan.peak_bytes("host") == pytest.approx(host_gb * 1e9, rel=0.02)
+
+
+def test_sums_of_micro_batches_and_the_last_update_take_time():
+    """16 layers of llama-70b, 4 x 4096 tokens: forward and backward took 3.109 s in 4 micro-batches on the H200."""
+    some = replace(LLAMA_70B, layers=16)
+    job = Job(some, 4, 4096, compiled=True, clip=False)
+    one, four = (
+        predict(job, streamed(some, micro, inputs="parked", states="int8"), replace(H200, gpu_bytes=80 * 10**9)).seconds
+        for micro in (4, 1)
+    )
+    assert four.forward + four.backward + four.recompute == pytest.approx(3.109, rel=0.02)
+    assert four.backward - one.backward == pytest.approx(3 * 10 * 16 * 855_654_400 / 4.2e12, rel=0.05)
+    assert four.exposed >= four.cpu / 16
 
 
 def test_gpu_memory_as_measured(monkeypatch):

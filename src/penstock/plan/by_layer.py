@@ -250,6 +250,14 @@ class LayerTraffic:
 
         return exposed
 
+    def last_update(self, homes: Homes, rates: Rates) -> float:
+        """What backward does not hide of its own updates: it ends with the layer that forward begins with.
+
+        No reason to choose other homes: those would be as late.
+        """
+        each = self.cpu_seconds(homes, rates) / self.step.architecture.layers
+        return each if self.step.manner.in_backward and self.step.manner.overlap else 0.0
+
     def cpu_seconds(self, homes: Homes, rates: Rates) -> float:
         """Of the cores, for what forward or backward waits for."""
         return self._cpu_seconds(rates, homes.all.host, homes.all.stream)[0]

@@ -46,6 +46,8 @@ class Work:
     matmul: str = "bf16"
     passes: int = 1
     """Micro-batches that these rows are; each, and each tile, has its own casts of the weights to fp8."""
+    by_layer: bool = False
+    """Whether all of them pass a layer before the next."""
 
     @property
     def tokens(self) -> int:
@@ -65,7 +67,7 @@ def work_of(job: Job, settings: Settings, gpus: int = 1) -> Work:
     s, rows = settings, -(-job.batch_size // gpus)
     return Work(
         min(s.micro_batch, rows), job.length, s.recompute, job.attention, job.dtype_bytes, job.compiled,
-        s.tile, s.every, job.matmul,
+        s.tile, s.every, job.matmul, by_layer=s.by_layer,
     )  # fmt: skip
 
 

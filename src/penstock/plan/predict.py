@@ -345,9 +345,10 @@ def _predict_by_layer(job: Job, settings: Settings, machine: Machine, asked: Roo
     inputs = min(step.inputs_at_peak(), peak)
     crossings = traffic.crossings(homes)
     link = max(sum(c.in_bytes for c in crossings), sum(c.out_bytes for c in crossings)) / rates.link_bytes_per_s
+    split = replace(homes.all, exposed_seconds=max(homes.all.exposed_seconds, traffic.last_update(homes, rates)))
     return Plan(
-        job, settings, machine, 1, homes.all, found is not None,
-        replace(_seconds(job, rank, homes.all, rates, format, 1), link=link, cpu=traffic.cpu_seconds(homes, rates)),
+        job, settings, machine, 1, split, found is not None,
+        replace(_seconds(job, rank, split, rates, format, 1), link=link, cpu=traffic.cpu_seconds(homes, rates)),
         activation_bytes=need.activation_bytes - step.sums, gradient_bytes=min(gradients, peak - inputs),
         peak_step_bytes=peak, gpu_room=room.gpu_bytes, host_room=room.host_bytes, crossings=crossings,
         streamed_split=homes.streamed if settings.streamed else None, input_bytes=inputs, asked=asked,

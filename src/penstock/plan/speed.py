@@ -80,9 +80,9 @@ def arithmetic(a: Architecture, work: Work, machine: Machine) -> Arithmetic:
     }
     recompute = sum(again[dial] for dial in work.recompute_by_layer(a))
     recompute += (a.layers - -(-a.layers // work.every)) * forward  # of layers whose inputs are not saved
-    if work.tile:  # what is before attention is computed once more, and gradients of weights add up over tiles
+    backward += sum_traffic(a, work) / machine.device_memory_bytes_per_s
+    if work.tile:  # what is before attention is computed once more
         recompute += a.layers * second * projection_weights(a)
-        backward += sum_traffic(a, work) / machine.device_memory_bytes_per_s
     return Arithmetic(a.layers * forward + head, a.layers * backward, recompute, head)
 
 

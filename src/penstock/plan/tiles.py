@@ -43,8 +43,12 @@ def sum_bytes(a: Architecture, work: Work) -> float:
 
 
 def sum_traffic(a: Architecture, work: Work) -> float:
-    """Bytes that are read and written for those sums: of every tile after the first its own gradient, and the sum."""
-    return float((work.dtype_bytes + 8) * _params(a) * max(0.0, work.tokens / work.tile - 1))
+    """Bytes read and written for sums of gradients in fp32: of every part after the first its own, and the sum.
+
+    Parts are tiles or, layer by layer, micro-batches.
+    """
+    parts = work.tokens / work.tile if work.tile else work.passes if work.by_layer else 1
+    return float((work.dtype_bytes + 8) * _params(a) * max(0.0, parts - 1))
 
 
 def projection_weights(a: Architecture) -> int:
