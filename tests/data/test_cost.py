@@ -137,3 +137,9 @@ def test_a_long_example_makes_ranks_wait_once_and_not_for_every_row(write, recip
     loader = prepare(recipe, chatml, 10**6, lambda _: None, MODEL).train
     tokens = [[batch.num_tokens for batch in loader.step_at(Position(), rank, 2)[0]] for rank in (0, 1)]
     assert tokens[0][0] == tokens[1][0] > 10 * tokens[0][1] == 10 * tokens[1][1]
+
+
+def test_the_mean_length_is_that_of_a_tokens_example(make):
+    loader = make()
+    lengths = loader.store.lengths[loader.packing.examples].tolist()
+    assert loader.mean_length == pytest.approx(np.mean([n for n in lengths for _ in range(n)]))

@@ -128,8 +128,8 @@ class Loader:
 
     @property
     def mean_length(self) -> float:
-        """Tokens of an example, on average: attention stays inside it."""
-        return self.num_tokens / self.num_examples
+        """Tokens of the example that a token is in, on average: attention stays inside it."""
+        return float(np.square(self.store.lengths[self.packing.examples]).sum() / self.num_tokens)
 
     def steps_per_epoch(self) -> int:
         """Steps in an epoch; the last may be smaller."""
