@@ -99,3 +99,8 @@ def counted(count: int, noun: str) -> str:
 def size(num_bytes: float) -> str:
     """`37 MiB`, `1.5 GiB`."""
     return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def short(number: float) -> str:
+    """Three digits that matter, never in powers of ten."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}" if number >= 0.001 else f"{number:.6f}"

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -316,7 +317,18 @@ def test_the_preview_loses_no_end_of_a_line(capsys):
     assert main(["data", "demo"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) == 80
-    assert "% full" in text, "the last words of the longest line"
+    words = " ".join(text.replace("│", " ").split())
+    assert re.search(r"the heaviest step has 1\.\d\d of the mean", words), "the last words of the longest line"
+
+
+def test_data_counts_the_flops_of_the_recipes_model(capsys):
+    """A model of twice the layers costs twice the attention, and its weights more products."""
+    found = []
+    for layers in (2, 4):
+        assert main(["data", "demo", "--json", "--init", "random", "--shape", f"num_hidden_layers={layers}"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["train_flops"])
+    assert found[1]["row_attention"]["mean"] == 2 * found[0]["row_attention"]["mean"] > 0
+    assert 1 < found[1]["row_products"]["largest"] / found[0]["row_products"]["largest"] < 2
 
 
 @pytest.mark.parametrize("joined", [False, True])

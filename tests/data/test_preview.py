@@ -6,6 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
+from penstock.data.cost import TokenFlops
 from penstock.data.loader import prepare
 from penstock.data.preview import Tokens, show, summary, visible
 from penstock.errors import counted
@@ -110,6 +111,24 @@ def test_summary_is_json_and_adds_up(data):
     )
     assert counts["steps_per_epoch"] == data.train.steps_per_epoch()
     assert 0.5 < counts["train"]["fill"] <= 1
+
+
+def test_flops_of_rows_and_of_steps_are_shown(write, recipe_for, chatml):
+    """One long example a row, or several short ones: rows of about one length, whose attention differs."""
+    row = {"instruction": "q", "input": ""}
+    rows = [{**row, "output": "x" * n} for n in (200, *[20] * 4)]
+    recipe = recipe_for(write(rows), batch_size=1, max_length=256, compile=False, shuffle=False)
+    data = prepare(recipe, chatml, 10**6, lambda _: None, TokenFlops(6e12, 1e12, layers=2))
+    long, *short = data.train.store.lengths.tolist()
+    products, attention = [6 * long, 6 * sum(short)], [2 * long**2, 2 * sum(n**2 for n in short)]
+    steps = [a + b for a, b in zip(products, attention, strict=True)]
+    flops = summary(data)["train_flops"]
+    for name, values in (("row_products", products), ("row_attention", attention), ("step", steps)):
+        assert flops[name] == {"mean": 1e12 * sum(values) / 2, "largest": 1e12 * max(values)}
+    text = " ".join(printed(show(data, chatml), colour=False).replace("│", " ").split())
+    assert f"products {sum(products) / 2:,.0f} on average, {max(products):,} at most;" in text
+    assert f"attention {sum(attention) / 2:,.0f} on average, {max(attention):,} at most;" in text
+    assert f"the heaviest step has {2 * max(steps) / sum(steps):.2f} of the mean" in text
 
 
 def test_a_data_set_of_its_own_for_evaluation_is_shown(write, recipe_for, chatml, alpaca_rows):

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from penstock.report.console import Console, short
+from penstock.errors import short
+from penstock.report.console import Console
 from penstock.report.metrics import StepRow
 
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+import re
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 
 from penstock.errors import Diverged
@@ -19,7 +21,7 @@ DEMO = PRESETS["demo"]
 
 
 def test_skips_in_a_row_end_the_run_and_name_the_first():
-    progress = Progress(Recipe(skip_limit=3), 100, Console(quiet=True))
+    progress = Progress(Recipe(skip_limit=3), 100, np.ones(100), Console(quiet=True))
 
     def row(step, skipped):
         return StepRow(step, math.nan if skipped else 1.0, 1e-5, math.nan, 10, 5, 0.1, skipped)
@@ -32,7 +34,7 @@ def test_skips_in_a_row_end_the_run_and_name_the_first():
 
 @pytest.mark.parametrize(("steps", "bad", "diverged"), [(8, 7, True), (8, 4, True), (8, 3, False), (1, 1, True)])
 def test_a_short_run_that_skipped_its_second_half_has_diverged(steps, bad, diverged):
-    progress = Progress(Recipe(skip_limit=10), steps, Console(quiet=True))
+    progress = Progress(Recipe(skip_limit=10), steps, np.ones(steps), Console(quiet=True))
     rows = [StepRow(n, 1.0, 1e-5, 1.0, 10, 5, 0.1, n > steps - bad) for n in range(1, steps + 1)]
     for row in rows[:-1]:
         progress.row(row)
@@ -40,9 +42,48 @@ def test_a_short_run_that_skipped_its_second_half_has_diverged(steps, bad, diver
         progress.row(rows[-1])
 
 
+def row_of(step, seconds):
+    return StepRow(step, 1.0, 1e-5, 1.0, 10, 5, seconds, False)
+
+
+def lefts(printed):
+    """Seconds left in every line, by its step."""
+    found = (re.match(r"step +(\d+)/.* (\d+):(\d+):(\d+) left", line) for line in printed.splitlines())
+    return {int(m[1]): 3600 * int(m[2]) + 60 * int(m[3]) + int(m[4]) for m in found if m}
+
+
+COSTS = np.repeat([1.0, 10.0], 20) * 3e12
+
+
+def test_time_left_is_that_of_the_steps_that_remain(capsys):
+    """The second half costs ten times as much, which steps and seconds so far cannot tell."""
+    progress = Progress(Recipe(log_every=1), 40, COSTS, Console())
+    seconds = 7 * COSTS / COSTS[0]
+    for step in range(1, 41):
+        progress.row(row_of(step, float(seconds[step - 1])))
+    assert lefts(capsys.readouterr().out) == {step: round(seconds[step:].sum()) for step in range(1, 41)}
+
+
+def test_the_first_step_of_a_process_compiles_and_does_not_count(capsys):
+    progress = Progress(Recipe(log_every=1), 40, COSTS, Console())
+    for step in range(1, 4):
+        progress.row(row_of(step, 500.0 if step == 1 else 7.0))
+    assert lefts(capsys.readouterr().out)[3] == 7 * (17 + 200)
+
+
+def test_after_a_resume_time_left_is_at_the_rate_of_this_process(capsys):
+    """Ten steps were made on a machine that took a hundred times as long."""
+    progress = Progress(Recipe(log_every=1), 40, COSTS[10:], Console())
+    progress.catch_up([row_of(step, 700.0) for step in range(1, 11)])
+    for step in range(11, 31):
+        progress.row(row_of(step, 7.0 if step <= 20 else 70.0))
+    left = lefts(capsys.readouterr().out)
+    assert (left[11], left[15], left[30]) == (7 * 209, 7 * 205, 700)
+
+
 def test_after_ten_steps_reality_is_compared_with_the_plan_once(capsys):
     plan = make_plan(DEMO, H200)
-    progress = Progress(DEMO, 30, Console(), plan)
+    progress = Progress(DEMO, 30, np.ones(30), Console(), plan)
     for step in range(1, 26):
         progress.row(StepRow(step, 1.0, 1e-5, 1.0, 100, 50, 2 * plan.seconds.step, False))
     lines = capsys.readouterr().out.splitlines()
@@ -55,7 +96,7 @@ def test_after_ten_steps_reality_is_compared_with_the_plan_once(capsys):
 
 def test_without_a_gpu_only_memory_is_compared(capsys):
     plan = make_plan(dataclasses.replace(DEMO, dtype="fp32"), dataclasses.replace(H200, name="cpu", gpu_bytes=0))
-    progress = Progress(DEMO, 30, Console(), plan)
+    progress = Progress(DEMO, 30, np.ones(30), Console(), plan)
     for step in range(1, 12):
         progress.row(StepRow(step, 1.0, 1e-5, 1.0, 100, 50, 9.0, False))
     (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("after ")]

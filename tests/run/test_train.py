@@ -4,17 +4,21 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.data.loader import Position
 from penstock.errors import OutputError
+from penstock.model.flops import token_flops
+from penstock.model.load import load_config, load_model
 from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import Recipe
 from penstock.report.console import Console
 from penstock.report.facts import Recorder
 from penstock.run.preparation import dry_run, prepare_run
+from penstock.run.progress import Progress
 from penstock.run.train import lr_at, train
 
 DEMO = PRESETS["demo"]
@@ -145,6 +149,39 @@ def test_a_directory_that_the_first_rank_refuses_is_refused_by_all(ranks, tmp_pa
 @pytest.mark.slow
 def test_ranks_wait_for_the_one_that_writes_the_model_of_an_interrupted_run(ranks, tmp_path):
     assert ranks("interrupting", 2, directory=str(tmp_path / "run")) == [True, True]
+
+
+@pytest.mark.slow
+def test_time_left_counts_the_steps_from_where_a_run_goes_on(tmp_path, monkeypatch):
+    """Over three epochs, each in its own order, with a smaller last step, and after a resume."""
+    given = []
+
+    class Noting(Progress):
+        def __init__(self, recipe, total_steps, costs, console, plan=None):
+            given.append(costs.tolist())
+            super().__init__(recipe, total_steps, costs, console, plan)
+
+    monkeypatch.setattr("penstock.run.train.Progress", Noting)
+    recipe = dataclasses.replace(
+        DEMO, output_dir=str(tmp_path / "run"), data_percent=10.0, packing=False, batch_size=10, micro_batch_size=2,
+        epochs=3.0, save_every=5, keep=9, prompt=None,
+    )  # fmt: skip
+    train(recipe, quiet())
+    loader, flops, steps = prepare_run(recipe, quiet()).data.train, flops_of_demo(), []
+    position = Position()
+    while position.epoch < 3:
+        batches, position = loader.step_at(position)
+        segments = np.concatenate([np.diff(batch.boundaries) for batch in batches])
+        places = sum(batch.input_ids.numel() for batch in batches)
+        steps.append(flops.products * places + flops.pair * flops.pairs(segments).sum())
+    assert given[0] == pytest.approx(steps)
+    assert max(steps) > 1.5 * min(steps)
+    train(recipe, quiet(), resume=str(tmp_path / "run" / "checkpoints" / "step-00000005"))
+    assert given[1] == given[0][5:]
+
+
+def flops_of_demo():
+    return token_flops(load_model(DEMO, load_config(DEMO), torch.device("cpu"), lambda _: None))
 
 
 def test_facts_that_cannot_be_written_do_not_cost_the_model(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.data.cost import BY_TOKENS, Floats, TokenFlops, deal, step_costs
 from penstock.data.folders import open_folder
 from penstock.data.forms import Format
 from penstock.data.packing import Ints, Packing, one_a_row, pack_best_fit, pack_in_order
@@ -93,13 +95,14 @@ class Loader:
         pad_id: int,
         seed: int | None,
         fixed_length: int = 0,
+        flops: TokenFlops = BY_TOKENS,
     ) -> None:
         """Without a seed, rows come in their own order in every epoch.
 
         With `fixed_length` every micro-batch has the same shape, as compiled layers want it: rows of that length, and
         empty rows where there are too few. Without, rows are as long as the longest of their micro-batch.
         """
-        self.store, self.packing, self._fixed_length = store, packing, fixed_length
+        self.store, self.packing, self._fixed_length, self._flops = store, packing, fixed_length, flops
         self._batch_size, self._rows_at_once, self._pad_id, self._seed = batch_size, rows_at_once, pad_id, seed
         self._order = (-1, np.empty(0, dtype=np.int64))
 
@@ -125,8 +128,8 @@ class Loader:
 
     @property
     def mean_length(self) -> float:
-        """Tokens of an example, on average: attention stays inside it."""
-        return self.num_tokens / self.num_examples
+        """Tokens of the example that a token is in, on average: attention stays inside it."""
+        return float(np.square(self.store.lengths[self.packing.examples]).sum() / self.num_tokens)
 
     def steps_per_epoch(self) -> int:
         """Steps in an epoch; the last may be smaller."""
@@ -135,16 +138,14 @@ class Loader:
     def step_at(self, position: Position, rank: int = 0, ranks: int = 1) -> tuple[list[MicroBatch], Position]:
         """The micro-batches of the step at a position, and the position of the next step.
 
-        The last step of an epoch may have fewer rows. Of several ranks each gets every ranks-th row of the step; all
-        get the same number of micro-batches, since a rank that runs one less would leave the others waiting. A rank
-        that has no rows left for its last one gets padding, which trains nothing.
+        The last step of an epoch may have fewer rows. Several ranks share them by cost (`deal`); all get the same
+        number of micro-batches, since a rank that runs one less would leave the others waiting. A rank that has no rows
+        left for its last one gets padding, which trains nothing.
         """
         assert 0 <= position.row < self.num_rows, f"{position} is not in an epoch of {self.num_rows} rows"
         step = self._rows(position.epoch)[position.row : position.row + self._batch_size]
-        rows = step[rank::ranks]
-        at_once = min(self._rows_at_once, math.ceil(self._batch_size / ranks))
-        count = math.ceil(math.ceil(len(step) / ranks) / at_once)
-        batches = [self._micro_batch(rows[i * at_once :][:at_once], at_once) for i in range(count)]
+        (dealt,) = self._deal(step[None], ranks)
+        batches = [self._micro_batch(rows[rows >= 0], dealt.shape[2]) for rows in dealt[:, rank]]
         after = position.row + len(step)
         return batches, Position(position.epoch, after) if after < self.num_rows else Position(position.epoch + 1, 0)
 
@@ -153,6 +154,42 @@ class Loader:
         step = self._rows(position.epoch)[position.row : position.row + self._batch_size]
         examples = np.concatenate([self.packing.row(r) for r in step])
         return int(self.store.lengths[examples].sum()), int(self.store.trained[examples].sum())
+
+    def costs_from(self, position: Position, steps: int, ranks: int = 1) -> Floats:
+        """FLOPs of each of so many steps from a position on, as long as they take beside each other (`step_costs`)."""
+        found, epoch, row = [np.empty(0)], position.epoch, position.row
+        while steps > 0:
+            rows = self._rows(epoch)[row:][: steps * self._batch_size]
+            missing = -len(rows) % self._batch_size
+            by_step = np.pad(rows, (0, missing), constant_values=-1).reshape(-1, self._batch_size)
+            dealt = self._deal(by_step, ranks)
+            found.append(step_costs(dealt, self._lengths, self._pairs, self._flops, self._fixed_length))
+            steps, epoch, row = steps - len(by_step), epoch + 1, 0
+        return np.concatenate(found)
+
+    def row_flops(self) -> tuple[Floats, Floats]:
+        """FLOPs of every row without padding: of products, and of attention."""
+        return self._lengths * np.float64(self._flops.products), self._flops.pair * self._pairs
+
+    def _deal(self, steps: Ints, ranks: int) -> Ints:
+        at_once = min(self._rows_at_once, math.ceil(self._batch_size / ranks))
+        return deal(steps, self._costs, ranks, at_once)
+
+    @cached_property
+    def _costs(self) -> Floats:
+        """FLOPs of every row; with its padding, where that does not depend on other rows."""
+        places = np.maximum(self._lengths, self._fixed_length)
+        pairs = self._pairs + self._flops.pairs(places - self._lengths)
+        return places * np.float64(self._flops.products) + self._flops.pair * pairs
+
+    @cached_property
+    def _lengths(self) -> Ints:
+        return self.packing.row_lengths(self.store.lengths)
+
+    @cached_property
+    def _pairs(self) -> Floats:
+        """Of every row: what its examples attend to."""
+        return np.add.reduceat(self._flops.pairs(self.store.lengths[self.packing.examples]), self.packing.offsets[:-1])
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Every micro-batch of the first epoch, as an evaluation wants them."""
@@ -218,7 +255,13 @@ class Dataset:
         return self.train.store.data_format
 
 
-def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int, say: Callable[[str], None]) -> Dataset:
+def prepare(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    say: Callable[[str], None],
+    flops: TokenFlops = BY_TOKENS,
+) -> Dataset:
     """Read, tokenize, choose and pack the data of a recipe. `vocab_size` is the number of rows of the embedding."""
 
     def store_of(name: str, split: str) -> Store:
@@ -243,13 +286,13 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int,
     sizes = {"batch_size": recipe.batch_size, "rows_at_once": recipe.rows_at_once, "pad_id": filler}
     seed = recipe.seed if recipe.shuffle else None
     fixed_length = recipe.max_length if recipe.compile else 0
-    train = Loader(store, _pack(store, chosen, recipe), **sizes, seed=seed, fixed_length=fixed_length)
+    train = Loader(store, _pack(store, chosen, recipe), **sizes, seed=seed, fixed_length=fixed_length, flops=flops)
     evaluation = None
     if len(held_out):
         packing = one_a_row(held_out)
         if recipe.packing:
             packing = pack_best_fit(eval_store.lengths, held_out, recipe.max_length)
-        evaluation = Loader(eval_store, packing, **sizes, seed=None)
+        evaluation = Loader(eval_store, packing, **sizes, seed=None, flops=flops)
     parts = [store.key, eval_store.key, weights, [getattr(recipe, name) for name in _SELECTING_FIELDS]]
     return Dataset(train, evaluation, hashlib.sha256(json.dumps(parts).encode()).hexdigest())
 

@@ -17,14 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.data.counts import Noted
+from penstock.data.loader import Dataset, Loader, Position
 from penstock.data.rows import place_name
 from penstock.data.store import Store, notes
-from penstock.errors import counted
+from penstock.errors import counted, short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from penstock.data.loader import Dataset, Loader
 
 _FIRST_SHOWN, _LAST_SHOWN = 300, 60
 _ROWS_SHOWN = 8
@@ -57,6 +56,7 @@ def summary(dataset: Dataset) -> dict[str, object]:
         "fingerprint": dataset.fingerprint,
         "steps_per_epoch": dataset.train.steps_per_epoch(),
         "train": _loader_summary(dataset.train),
+        "train_flops": _flops(dataset.train),
         "evaluation": _loader_summary(dataset.evaluation) if dataset.evaluation else None,
         "source": _store_summary(dataset.train.store),
     }
@@ -190,12 +190,33 @@ def _packing(loader: Loader) -> RenderableType:
         f"(at most {each.max()}); steps an epoch: {loader.steps_per_epoch():,}; "
         f"form: {loader.store.data_format or 'mixed'}\n"
         f"{loader.num_tokens:,} tokens, {loader.num_trained / loader.num_tokens:.1%} of them trained on; "
-        f"the longest row has {rows.max():,}, the rows are {_fill(loader):.1%} full"
+        f"the longest row has {rows.max():,}, the rows are {_fill(loader):.1%} full\n"
+        f"{_flops_line(loader)}"
     )
     shown = min(_ROWS_SHOWN, loader.num_rows)
     chosen = np.linspace(0, loader.num_rows - 1, shown).astype(int).tolist()
     pictures = [Text(f"row {r:>6,} {_picture(loader, r, int(rows.max()))}", no_wrap=True) for r in chosen]
     return Group(facts, *pictures)
+
+
+def _flops(loader: Loader) -> dict[str, dict[str, float]]:
+    """FLOPs of forward and backward: of rows without padding, and of the steps of the first epoch with it."""
+    products, attention = loader.row_flops()
+    steps = loader.costs_from(Position(), loader.steps_per_epoch())
+    found = {"row_products": products, "row_attention": attention, "step": steps}
+    return {name: {"mean": float(flops.mean()), "largest": float(flops.max())} for name, flops in found.items()}
+
+
+def _flops_line(loader: Loader) -> str:
+    flops = _flops(loader)
+    products, attention = (
+        f"{short(flops[name]['mean'] / 1e12)} on average, {short(flops[name]['largest'] / 1e12)} at most"
+        for name in ("row_products", "row_attention")
+    )
+    heaviest = flops["step"]["largest"] / flops["step"]["mean"]
+    return (
+        f"TFLOP of a row: products {products}; attention {attention}; the heaviest step has {heaviest:.2f} of the mean"
+    )
 
 
 def _picture(loader: Loader, row: int, longest: int) -> str:

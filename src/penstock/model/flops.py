@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from penstock.data.cost import TokenFlops
+
 
 @dataclass(frozen=True)
 class Flops:
@@ -29,9 +31,15 @@ def count_flops(model: PreTrainedModel, *, example: float, row: float, recompute
 def flops_per_token(model: PreTrainedModel, length: float) -> float:
     """Of forward and backward, recompute not counted: six a weight, and attention's two products over `length` tokens.
 
-    A lookup is no product: embeddings count only where they are the head as well. Attention counts the full square, as
-    the field does, although a causal kernel computes half of it and a sliding window less.
+    Attention counts the full square, as the field does, although a causal kernel computes half of it and a sliding
+    window less.
     """
+    flops = token_flops(model)
+    return flops.products + flops.pair * flops.layers * length
+
+
+def token_flops(model: PreTrainedModel) -> TokenFlops:
+    """What rows of this model cost. A lookup is no product: embeddings count only where they are the head as well."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
     weights = sum(p.numel() for p in model.parameters())
@@ -41,10 +49,12 @@ def flops_per_token(model: PreTrainedModel, length: float) -> float:
     if experts := num_experts(config):
         in_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
         weights -= int(in_experts * (1 - config.num_experts_per_tok / experts))
-    heads = config.num_attention_heads
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    attention = 12.0 * config.num_hidden_layers * heads * head_dim * length
-    return float(6.0 * weights + attention)
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    windowed = kinds.count("sliding_attention") if window else 0
+    return TokenFlops(6.0 * weights, 12.0 * heads * head_dim, layers, windowed, window)
 
 
 def reference_flops_per_token(model: PreTrainedModel, row: float, recompute: str) -> float:

@@ -142,11 +142,13 @@ def _widening(a: Architecture) -> float:
 def _attended(a: Architecture, work: Work) -> float:
     """Tokens that one attends to on average, summed over the layers. Full rows: shorter examples attend to less."""
     every = work.length if work.attention == "eager" else work.length / 2
-    if a.sliding_window is None:
-        return a.layers * every
-    near = min(every, a.sliding_window)
-    windows = -(-a.layers // 2)
-    return windows * near + (a.layers - windows) * every
+    windowed = -(-a.layers // 2) if a.sliding_window else 0
+    return attended(every, a.layers, windowed, a.sliding_window or 0)
+
+
+def attended(every: float, layers: int, windowed: int, window: int) -> float:
+    """The same of layers that let a token attend to `every` on average, some of them within a window only."""
+    return (layers - windowed) * every + windowed * min(every, window)
 
 
 def update_seconds(num_params: float, state_bytes: float, weight_bytes: int, machine: Machine) -> float:

@@ -22,7 +22,7 @@ from rich.console import RenderableType
 from rich.live import Live
 from rich.markup import escape
 
-from penstock.errors import counted
+from penstock.errors import counted, short
 from penstock.machine.signals import is_device, leave_terminal
 from penstock.report.metrics import EvalRow, StepRow, Summary
 from penstock.report.panel import Panel, Sources, Working
@@ -228,11 +228,6 @@ def speed(tokens_per_s: float, model_tflops: float, reference_tflops: float, wid
     if math.isfinite(reference_tflops):
         text += f" (reference {short(reference_tflops)})"
     return text
-
-
-def short(number: float) -> str:
-    """Three digits that matter, never in powers of ten."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}" if number >= 0.001 else f"{number:.6f}"
 
 
 def _best(summary: Summary) -> str:

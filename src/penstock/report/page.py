@@ -18,10 +18,9 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from penstock.errors import OutputError
+from penstock.errors import OutputError, short
 from penstock.recipe.recipe import Recipe, to_dict
 from penstock.report.charts import Chart, curve_charts, place_charts, theme
-from penstock.report.console import short
 from penstock.report.runs import RunRecord, overlap, read_runs
 
 PAGE = "report.html"

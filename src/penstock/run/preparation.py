@@ -33,8 +33,9 @@ from penstock.engine.weights import num_streamed
 from penstock.errors import RecipeError, UserError, counted
 from penstock.machine.gpu_memory import limit_gpu
 from penstock.machine.hardware import COMPILED_FROM, describe, pick_compile, pick_device, pick_dtype
+from penstock.model.flops import token_flops
 from penstock.model.load import load_config, load_tokenizer
-from penstock.model.load_rows import build_on_meta, count_parameters
+from penstock.model.load_rows import build_on_meta
 from penstock.model.matmul import check_matmul
 from penstock.model.rope import check_positions
 from penstock.plan.layout import FORMATS
@@ -97,7 +98,8 @@ def prepare_run(
     make_repeatable(recipe)
     config, tokenizer = load_config(recipe), load_tokenizer(recipe)
     check_matmul(recipe, config, device)
-    num_params = count_parameters(recipe, config)
+    model = build_on_meta(recipe, config, torch.bfloat16, lambda model: model.tie_weights())
+    num_params = sum(p.numel() for p in model.parameters())
     # A run that was begun compiled goes on so, whatever its size.
     recipe = replace(recipe, compile=pick_compile(recipe, device, COMPILED_FROM if begun_compiled else num_params))
     if layers := getattr(config.get_text_config(), "num_hidden_layers", 0):
@@ -105,7 +107,7 @@ def prepare_run(
     machine = unmeasured_machine(device)
     recipe = world.share(lambda: with_length(recipe, config, tokenizer, machine, world.size, console.say))
     with console.phase(f"Reading {recipe.data}"), world.in_turn():
-        data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say)
+        data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say, token_flops(model))
     parts = [data.train, *([data.evaluation] if data.evaluation else [])]
     check_positions(recipe, config, max(int(part.store.lengths.max()) for part in parts))
     steps = math.ceil(recipe.epochs * data.train.steps_per_epoch())

@@ -141,7 +141,8 @@ class Records:
 def begin_or_go_on(start: Start, loaded: Loaded, trackers: Trackers, console: Console, world: World) -> Records:
     """Open the records; of a run that goes on, with its rows so far, and the engine as it was saved."""
     run, plan, run_dir, engine = start.run, start.plan, start.run.recipe.run_dir, loaded.engine
-    progress = Progress(run.recipe, run.total_steps, console, plan)
+    costs = run.data.train.costs_from(start.position, run.total_steps - start.first_step + 1, world.size)
+    progress = Progress(run.recipe, run.total_steps, costs, console, plan)
 
     def seen(row: StepRow) -> None:
         trackers.row(row)
