@@ -3,10 +3,10 @@
 # Needs what `benchmarks/h200.sh` without a job sets up. Each job has its own time limit; results go to $OUT.
 #   tests      what is marked gpu of the tests of fp8        two        two layers of llama-8b, compiled: does it run
 #   llama      llama-8b 4 x 4096, clipped, both kinds        qwen       qwen3-14b 4 x 4096, clipped and not, both kinds
-#   gradients  relative error by layer, llama-8b's shapes    quality    200 steps, three seeds, both data: MODEL, DATA
+#   gradients  relative error by layer, llama-8b's shapes    quality    MODEL, 200 steps, three seeds: demo data and DATA
 set -u
 cd "$(dirname "$0")/.."
-: "${MODEL:=demo}" "${DATA:=demo}"
+: "${MODEL:=demo}" "${DATA:=}"
 . benchmarks/environment.sh
 
 measure() {  # NAME SECONDS RECIPE FLAGS...
@@ -29,9 +29,16 @@ for job in "$@"; do
     qwen) for matmul in bf16 fp8; do measure qwen 280 qwen3-14b --matmul $matmul --steps 5; done ;;
     gradients) timeout 280 python3 benchmarks/fp8_quality.py gradients "$OUT" preset=llama-8b batch_size=1 max_length=4096 > "$OUT/fp8-gradients.log" 2>&1
       echo "gradients: exit $?"; tail -n 36 "$OUT/fp8-gradients.log" ;;
-    quality) timeout 560 python3 benchmarks/fp8_quality.py train "$OUT" --seeds 1,2,3 "model=$MODEL" "data=$DATA" max_steps=200 eval_every=50 \
-      > "$OUT/fp8-quality.log" 2>&1
-      echo "quality: exit $?"; tail -n 4 "$OUT/fp8-quality.log" ;;
+    quality) # seeds side by side: such a model leaves most of the GPU to others
+      for seed in 1 2 3; do
+        for data in demo $DATA; do
+          timeout 500 python3 benchmarks/fp8_quality.py train "$OUT/seed-$seed" --seeds $seed preset=smollm2-135m "model=$MODEL" "data=$data" \
+            batch_size=4 max_length=512 data_percent=100 validation=0.1 epochs=100 max_steps=200 eval_every=25 prompt=null
+        done > "$OUT/fp8-quality-$seed.log" 2>&1 &
+      done
+      wait
+      cat "$OUT"/seed-*/fp8_quality.jsonl > "$OUT/fp8_quality.jsonl"
+      echo "quality: $(wc -l < "$OUT/fp8_quality.jsonl") runs"; tail -qn 2 "$OUT"/fp8-quality-*.log ;;
     *) echo "no job $job"; exit 2 ;;
   esac
 done

@@ -60,6 +60,7 @@ def about(recipe: Recipe, device: torch.device) -> dict:
         "emulated": device.type == "cpu",
         "torch": version("torch"),
         **{name: to_dict(recipe)[name] for name in kept},
+        **{name: Path(getattr(recipe, name)).name for name in ("model", "data")},  # wherever they lie
     }
 
 
@@ -79,9 +80,10 @@ def parted(recipe: Recipe, place: Path) -> Recipe:
 def quality(directory: Path, seeds: list[int], recipe: Recipe) -> None:
     path, device = directory / "fp8_quality.jsonl", pick_device(recipe.device)
     known = {(row["seed"], row["matmul"], row["model"], row["data"], row["max_steps"]) for row in lines(path)}
+    shared = about(recipe, device)
     for seed in seeds:
         for matmul in MATMULS:
-            if (seed, matmul, recipe.model, recipe.data, recipe.max_steps) in known:
+            if (seed, matmul, shared["model"], shared["data"], recipe.max_steps) in known:
                 continue
             with tempfile.TemporaryDirectory(prefix="fp8-quality-") as place:
                 one = parted(recipe, Path(place))
@@ -92,7 +94,7 @@ def quality(directory: Path, seeds: list[int], recipe: Recipe) -> None:
             losses = [json.loads(line)["loss"] for line in text.splitlines()]
             evaluated = [[row["step"], row["eval_loss"]] for row in map(json.loads, evals.splitlines())]
             row = {
-                **about(recipe, device),
+                **shared,
                 "seed": seed,
                 "matmul": matmul,
                 "eval_loss": summary.eval_loss,
@@ -172,7 +174,7 @@ def plot(directory: Path) -> None:
             points = row["evals"]
             label = row["matmul"] if row["seed"] == min(r["seed"] for r in rows) else None
             axis.plot(*zip(*points, strict=True), style, color=color, marker=".", alpha=0.8, label=label)
-        axis.set(title=f"{Path(work[0]).name}, {Path(work[1]).name}", xlabel="step", ylabel="evaluation loss")
+        axis.set(title=", ".join(work), xlabel="step", ylabel="evaluation loss")
         axis.legend()
     figure.tight_layout()
     figure.savefig(directory / "fp8_quality.svg")
