@@ -120,6 +120,7 @@ def test_memory_is_told_by_place(report):
     assert plain.gradients == weights, "with micro-batches, gradients add up before the last frees them"
 
 
+@pytest.mark.slow
 def test_without_micro_batches_in_backward_keeps_no_gradients(tmp_path):
     recipe = dataclasses.replace(TINY, micro_batch_size=0)
     found = bench(recipe, Asked(steps=1, updates=("in-backward",)), to=str(tmp_path), say=lambda _: None)
@@ -163,6 +164,7 @@ def test_a_timeline_has_every_lane_of_every_row(tmp_path):
         assert all(start <= end for _, start, end in line["spans"])
 
 
+@pytest.mark.slow
 def test_fp8_rows_have_a_floor_in_the_same_arithmetic(tmp_path):
     said = []
     asked = Asked(steps=1, updates=("after-norm",))

@@ -151,6 +151,7 @@ def saved(directory, number):
     return found
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(whole_run, tmp_path):
     resumed = dataclasses.replace(whole_run, output_dir=str(tmp_path / "run"))
     train(resumed, Console(quiet=True), resume=str(saved(whole_run.run_dir, 2)))
