@@ -210,15 +210,14 @@ def test_a_compiled_layer_waits_for_its_update():
 
 
 @pytest.mark.slow
-def test_without_a_compiler_layers_run_as_they_are(monkeypatch):
+def test_without_a_compiler_layers_run_as_they_are():
     from torch._inductor import config
 
-    monkeypatch.setattr(config, "force_disable_caches", True)
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
     said = []
     model = tiny_model("llama")
     plain = gradients(model, on=False)
-    fallback = gradients(model, on=True, say=said.append)
+    with config.patch({"force_disable_caches": True, "cpp.cxx": ("no-such-compiler",)}):
+        fallback = gradients(model, on=True, say=said.append)
     assert all(torch.equal(a, b) for a, b in zip(plain, fallback, strict=True))
     assert len(said) == 1
     assert "layers run uncompiled" in said[0]

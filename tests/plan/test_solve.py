@@ -60,7 +60,8 @@ def test_never_over_budget(job, machine, gpus):
         share = job.dtype_bytes * job.architecture.num_parameters() / gpus
         bytes_each = {"fp32": 10, "bf16": 6, "int8": 4}[plan.settings.states]
         assert share + state.gpu * bytes_each + plan.peak_step_bytes <= plan.gpu_room + 1e6
-        assert state.stream * bytes_each + state.host * (bytes_each + 4) <= plan.host_room + 1e6
+        copies = 2 if job.in_backward else 4  # the weight's, and the gradient's unless a few share a place
+        assert state.stream * bytes_each + state.host * (bytes_each + copies) <= plan.host_room + 1e6
 
 
 @settings(deadline=None, max_examples=60)
