@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,6 +10,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["OffloadAdamW", "__version__"]
+
+_BEGAN = time.monotonic()
+"""When the command began. The process may be older: a shell turns into the last command that it was given."""
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,9 @@
 import dataclasses
 import math
 import os
+import subprocess
 import sys
+import time
 
 import pytest
 
@@ -44,3 +46,12 @@ def test_a_line_has_the_rates_of_its_step():
 )
 def test_rates_are_short_and_without_powers(number, text):
     assert short(number) == text
+
+
+def test_time_before_the_command_is_not_counted():
+    """A shell turns into the last command of a line, whose process is then as old as the shell."""
+    code = "from penstock.report.console import Console; print(Console(quiet=True).all_times()[0][1])"
+    start = time.monotonic()
+    line = ["bash", "-c", 'sleep 1 && exec "$0" -c "$1"', sys.executable, code]
+    shown = float(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
+    assert 0 < shown < time.monotonic() - start - 1
