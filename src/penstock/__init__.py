@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["OffloadAdamW", "__version__"]
 
-_BEGAN = time.monotonic()
+BEGAN = time.monotonic()
 """When the command began. The process may be older: a shell turns into the last command that it was given."""
 
 

@@ -62,6 +62,8 @@ def test_never_over_budget(job, machine, gpus):
         assert share + state.gpu * bytes_each + plan.peak_step_bytes <= plan.gpu_room + 1e6
         copies = 2 if job.in_backward else 4  # the weight's, and the gradient's unless a few share a place
         assert state.stream * bytes_each + state.host * (bytes_each + copies) <= plan.host_room + 1e6
+        held = [b.num_bytes for b in plan.buffers if b.place == "host" and b.name != "process"]
+        assert sum(held) <= plan.host_room, "with all places for gradients, as they were dealt"
 
 
 @settings(deadline=None, max_examples=60)

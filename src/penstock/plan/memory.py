@@ -47,7 +47,7 @@ class Work:
     passes: int = 1
     """Micro-batches that these rows are; each, and each tile, has its own casts of the weights to fp8."""
     by_layer: bool = False
-    """Whether all of them pass a layer before the next."""
+    """Layers are computed one by one, and gradients of micro-batches add up in fp32 as each layer is done."""
 
     @property
     def tokens(self) -> int:

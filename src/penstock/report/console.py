@@ -21,7 +21,7 @@ from rich.console import RenderableType
 from rich.live import Live
 from rich.markup import escape
 
-from penstock import _BEGAN
+from penstock import BEGAN
 from penstock.errors import counted, short
 from penstock.machine.signals import is_device, leave_terminal
 from penstock.report.metrics import EvalRow, StepRow, Summary
@@ -188,7 +188,7 @@ class Console:
 
     def all_times(self) -> list[tuple[str, float]]:
         """Where the time of this process went, by phase: starting, what was measured, and the rest."""
-        total = time.monotonic() - _BEGAN
+        total = time.monotonic() - BEGAN
         known = sum(seconds for _, seconds in self.times)
         return [("starting and the rest", max(0.0, total - known)), *self.times]
 
