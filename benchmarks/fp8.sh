@@ -2,11 +2,11 @@
 # fp8 products on the GPU machine: OUT=out benchmarks/fp8.sh JOB...
 # Needs what `benchmarks/h200.sh` without a job sets up. Each job has its own time limit; results go to $OUT.
 #   tests      what is marked gpu of the tests of fp8        two        two layers of llama-8b, compiled: does it run
-#   llama      llama-8b 4 x 4096, clipped, both kinds        qwen       qwen3-14b 4 x 4096, clipped and not, both kinds
+#   llama      llama-8b 4 x 4096, clipped, all KINDS         qwen       qwen3-14b 4 x 4096, clipped and not, all KINDS
 #   gradients  relative error by layer, llama-8b's shapes    quality    MODEL, 200 steps, three seeds: demo data and DATA
 set -u
 cd "$(dirname "$0")/.."
-: "${MODEL:=demo}" "${DATA:=}"
+: "${MODEL:=demo}" "${DATA:=}" "${KINDS:=bf16 fp8}"
 . benchmarks/environment.sh
 
 measure() {  # NAME SECONDS RECIPE FLAGS...
@@ -23,10 +23,10 @@ for job in "$@"; do
       echo "tests: exit $?"; tail -n 8 "$OUT/fp8-tests.log" ;;
     two) matmul=fp8; measure two 150 llama-8b --shape num_hidden_layers=2 --batch-size 2 --micro-batch-size 1 --recompute none \
       --matmul fp8 --updates after-norm --steps 3 ;;
-    llama) for matmul in bf16 fp8; do
-        measure llama 200 llama-8b --micro-batch-size 1 --recompute none --updates after-norm --matmul $matmul --steps 8
+    llama) for matmul in $KINDS; do
+        measure llama 200 llama-8b --updates after-norm --matmul $matmul --steps 8
       done ;;
-    qwen) for matmul in bf16 fp8; do measure qwen 280 qwen3-14b --matmul $matmul --steps 5; done ;;
+    qwen) for matmul in $KINDS; do measure qwen 280 qwen3-14b --matmul $matmul --steps 5; done ;;
     gradients) timeout 280 python3 benchmarks/fp8_quality.py gradients "$OUT" preset=llama-8b batch_size=1 max_length=4096 > "$OUT/fp8-gradients.log" 2>&1
       echo "gradients: exit $?"; tail -n 36 "$OUT/fp8-gradients.log" ;;
     quality) # seeds side by side: such a model leaves most of the GPU to others

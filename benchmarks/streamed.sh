@@ -26,7 +26,7 @@ for job in "$@"; do
       measure gpt-oss 170 gpt-oss-20b "batch_size=4 micro_batch_size=1 update=in-backward states=int8 max_grad_norm=0 gpu_memory=24GB shape=num_hidden_layers=20" "order=layers" --no-floor
       measure qwen-moe 170 qwen3-30b-a3b "batch_size=8 micro_batch_size=2 update=in-backward states=int8 max_grad_norm=0 gpu_memory=24GB shape=num_hidden_layers=24" "order=layers" --no-floor ;;
     large) measure large 200 llama-70b "batch_size=4 micro_batch_size=1 update=in-backward states=int8 max_grad_norm=0 gpu_memory=80GB shape=num_hidden_layers=16" "order=layers" --no-floor ;;
-    peer) timeout 580 python3 -m penstock bench llama-8b --name llama-8b-12-layers --shape num_hidden_layers=12 --batch-size 8 \
+    peer) timeout 580 python3 -m penstock bench llama-8b --name llama-8b-12-layers --shape num_hidden_layers=12 --batch-size 4 \
       --micro-batch-size 2 --gpu-memory 16GB --weights streamed --updates after-norm --against deepspeed --steps 3 --timeout 330 \
       --to "$OUT/peer" > "$OUT/peer.log" 2>&1
       echo "peer: exit $?"; tail -n 14 "$OUT/peer.log" | cut -c1-220 ;;

@@ -285,7 +285,9 @@ def test_any_wait_that_is_left_out_is_a_race(reached, monkeypatch):
     for site in sites:
         slots = site[0] == "uses" and site[-1].startswith("engine/weights.py")  # which `close` alone gives back
         # Work of a thread of flow/ that runs where somebody waits for another has sites of its own elsewhere.
-        in_passing = len(site) == 3 and site[-1].startswith("offload/trained.py")
+        in_passing = len(site) == 3 and (
+            site[-1].startswith("offload/trained.py") or "fetched.result()" in source_line((None, site[-1]))
+        )
         if slots or in_passing:
             continue
         try:

@@ -14,6 +14,7 @@ from penstock.plan.split import (
     Split,
     best_split,
     requirements,
+    streamed_share,
 )
 
 GB = 1e9
@@ -135,3 +136,14 @@ def test_state_comes_and_gradients_leave_during_backward_only_if_updates_follow_
     found = need(manner=manner)
     assert found.gradients_leave == leave
     assert found.end_bytes == (700 if prefetches else None)
+
+
+def test_in_backward_neither_link_nor_cores_are_busy_all_the_time():
+    model, rates = ModelBytes(10e9, 4.0, 2.0), Rates(50e9, 4e9, 5e9)
+    share = streamed_share(model, rates, 2.6, in_backward=True)
+    cores = (1 - share) * model.num_params / rates.host_params_per_s
+    link = model.num_params * (share * (model.state_bytes + model.weight_bytes) + model.weight_bytes)
+    assert cores == pytest.approx(2.6 / 2, rel=0.01)
+    assert link / rates.link_bytes_per_s < 2.6 / 2
+    assert streamed_share(model, rates, 2.6, in_backward=False) == 0.0, "the cores alone are done in time"
+    assert streamed_share(model, rates, 5.0, in_backward=True) == 0.0, "the cores alone are done in half of it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,7 +78,12 @@ class _Parked:
 
 
 class ParkedInputs:
-    """In an arena; each goes down while the layer computes, and comes back a little before backward wants it."""
+    """In an arena; each goes down while the layer computes, and comes back a little before backward wants it.
+
+    A thread brings it once there is memory for it. A copy that waits on the device for that memory was rejected: it held
+    up the state of all layers behind it, until backward was as far (60 ms a layer of llama-70b,
+    benchmarks/results/2026-11-17-h200/streamed).
+    """
 
     def __init__(self, num_bytes: int, link: Link, cores: Sequence[int]) -> None:
         """`num_bytes`: the most that the inputs of a step take."""
@@ -86,7 +92,8 @@ class ParkedInputs:
         self._memory, self._used = self.arena.cut(num_bytes), 0
         self._parked: dict[Key, _Parked] = {}
         self._to_fetch: deque[Key] = deque()
-        self._fetched: dict[Key, tuple[Tensor, Mark]] = {}
+        self._fetched: dict[Key, tuple[Tensor, Future[Mark]]] = {}
+        self._thread = self._streams.thread("penstock-parked")
         self._left = Mark()  # after which all that came back from the arena has left it
 
     def save(self, key: Key, hidden: Tensor) -> None:
@@ -109,8 +116,9 @@ class ParkedInputs:
 
     def take(self, key: Key) -> Tensor:
         """The stream of the calling thread waits for it; another one sets out."""
-        memory, arrived = self._fetched.pop(key)
-        self._streams.main_waits(arrived)
+        memory, fetched = self._fetched.pop(key)
+        self._left = fetched.result()
+        self._streams.main_waits(self._left)
         self._fetch_next()
         return memory
 
@@ -121,14 +129,19 @@ class ParkedInputs:
         parked = self._parked.pop(key)
         memory = torch.empty(parked.shape, dtype=parked.dtype, device=self._streams.device)
         free = self._streams.main_mark()  # its memory was something else until here
+        self._fetched[key] = memory, self._thread.submit(self._fetch, memory, parked, free)
+
+    def _fetch(self, memory: Tensor, parked: _Parked, free: Mark) -> Mark:
+        free.wait_on_host()  # or it would land on what is still computed with
+        parked.arrived.wait_on_host()  # or it would leave before it has come
         target = memory.view(-1).view(torch.uint8)
-        after = (free, parked.arrived)  # and what is parked may still be on its way down
-        back = self._link.to_device.copy(target, parked.bytes, deadline=NOW, after=after, label="park")
-        self._left = back.result()
-        self._fetched[key] = memory, self._left
+        return self._link.to_device.copy(target, parked.bytes, deadline=NOW, label="park").result()
 
     def forget(self) -> None:
         """The arena is empty again."""
+        for _, fetched in self._fetched.values():  # of a step that was given up
+            if fetched.exception() is None:
+                self._left = fetched.result()
         self._parked.clear()
         self._fetched.clear()
         self._to_fetch.clear()
@@ -137,6 +150,7 @@ class ParkedInputs:
     def close(self) -> None:
         """Let what is under way arrive, then give the arena back."""
         self.forget()
+        self._thread.shutdown()
         for way in (self._link.to_device, self._link.to_host):
             way.mark().wait_on_host()  # or copies would go on in memory that is given back
         self._memory = torch.empty(0, dtype=torch.uint8)

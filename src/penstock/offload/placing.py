@@ -140,10 +140,9 @@ def _deal_away(
     if homes == "auto" and device.type == "cuda":
         rates = rates_of()
         state_bytes = wholes[0].state_bytes / wholes[0].size
+        model = ModelBytes(sum(w.size for w in wholes), state_bytes, wholes[0].weight_bytes)
         hidden = profile.backward_seconds if manner.in_backward else profile.forward_seconds
-        share = streamed_share(
-            ModelBytes(sum(w.size for w in wholes), state_bytes, wholes[0].weight_bytes), rates, hidden
-        )
+        share = streamed_share(model, rates, hidden, in_backward=manner.in_backward)
         suitable = chunk_size or chunk_for(rates.link_bytes_per_s, state_bytes)
     elif homes != "auto":
         shares = dict(homes) if isinstance(homes, Mapping) else {homes: 1.0}

@@ -253,21 +253,26 @@ class Traffic:
         return (masters, moments) if pays else (whole, 0.0)
 
 
-def streamed_share(model: ModelBytes, rates: Rates, hidden_seconds: float) -> float:
+def streamed_share(model: ModelBytes, rates: Rates, hidden_seconds: float, *, in_backward: bool) -> float:
     """Of parameters whose weights lie in host memory, the share whose state streams; the cores update the rest.
 
-    With the state travel weight and gradient, and all weights come once more for the forward that hides it. What
-    travels passes through host memory as often as what the cores update, so where that is what holds the cores up, as
-    on most machines, a share that streams only slows them.
+    With the state travels the weight, and after the norm the gradient; all weights come once more for the forward or
+    backward that hides it. What travels passes through host memory as often as what the cores update, so where that is
+    what holds the cores up, as on most machines, a share that streams only slows them.
+
+    In backward gradients come a layer at a time and have little room to wait in, so that backward stands still while
+    link or cores are behind: there only half of what could hide counts as hidden (cores that were busy for 0.92 of a
+    backward made it a third longer, benchmarks/results/2026-11-17-h200/streamed).
     """
+    copies, hidden = (1, hidden_seconds / 2) if in_backward else (2, hidden_seconds)
     best, least = 0.0, math.inf
     for step in range(STEPS + 1):
         share = step / STEPS
-        travels = share * (model.state_bytes + 2 * model.weight_bytes) + model.weight_bytes
+        travels = share * (model.state_bytes + copies * model.weight_bytes) + model.weight_bytes
         link_seconds = model.num_params * travels / rates.link_bytes_per_s
         cpu_rate = rates.host_params_per_s if share else max(rates.alone_params_per_s, rates.host_params_per_s)
         cpu_seconds = model.num_params * (1 - share) / cpu_rate
-        exposed = max(0.0, link_seconds - hidden_seconds, cpu_seconds - hidden_seconds)
+        exposed = max(0.0, link_seconds - hidden, cpu_seconds - hidden)
         if not share:
             least = exposed - CLEARLY * cpu_seconds
         elif exposed < least - 1e-9:
