@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,8 @@ from penstock.engine.weights import load_to_stream, streams
 from penstock.errors import RecipeError
 from penstock.flow.unit_slots import UnitSlots
 from penstock.model.load import load_config, load_model
-from penstock.offload import placing
 from penstock.offload.stream import StreamHome
-from penstock.plan.layout import STREAM_QUEUE, parked_bytes
+from penstock.plan.layout import parked_bytes
 
 GPU = pytest.param(
     "cuda",
@@ -95,18 +95,24 @@ def test_one_micro_batch_is_that_of_resident_weights(preset, device):
         assert_same(run(recipe_of(preset, rows=4, **flow), device), base), name
 
 
-def test_all_chunks_of_a_layer_may_wait_in_backward(monkeypatch):
-    """Its gradients are final at once: if its backward waited for slots, the device would have nothing to do."""
-    allowed, real = [], StreamHome.__init__
+def test_backward_goes_on_while_updates_of_a_layer_wait_for_their_places(monkeypatch):
+    """All its gradients are final at once: if backward waited here, the device would have nothing to do."""
+    engine = build(recipe_of(rows=4, weights="streamed", homes="stream", max_grad_norm=0.0))
+    calls, again, real = [], threading.Event(), StreamHome.update
 
-    def noted(*args, most_waiting, **more):
-        allowed.append(most_waiting)
-        real(*args, most_waiting=most_waiting, **more)
+    def called(*_):
+        calls.append(1)
+        if len(calls) == 2:
+            again.set()  # in backward, computed again from its input
 
-    monkeypatch.setattr(StreamHome, "__init__", noted)
-    monkeypatch.setattr(placing, "DEFAULT_CHUNK", 256)
-    build(recipe_of(weights="streamed", homes="stream", max_grad_norm=0.0)).release()
-    assert allowed[0] > STREAM_QUEUE
+    def update(home, update):
+        assert update.chunk not in home._away or again.wait(20), "backward stands still"
+        return real(home, update)
+
+    monkeypatch.setattr(StreamHome, "update", update)
+    engine.packed.decoder.layers[0].register_forward_pre_hook(called)
+    step(engine, micro_batches(4))
+    engine.release()
 
 
 @pytest.mark.slow

@@ -147,6 +147,7 @@ def test_one_update_that_fails_does_not_hide_the_others(monkeypatch, slow):
 
 @pytest.mark.parametrize("homes", HOMES)
 def test_closing_twice_is_fine_and_leaves_no_thread(homes):
+    wait_for_dropped()  # the thread for those that nobody closes
     others = set(threading.enumerate())
     model, optimizer = stepped(homes)
     optimizer.close()

@@ -57,7 +57,7 @@ class Bench:
     def update(self, number, row, weight=None):
         coefficients = Coefficients(row, self.link.streams.to_host(row[None]), 0)
         chunk, gradient = self.chunks[number], self.gradients[number]
-        self.home.gradient_final(chunk, gradient)
+        self.home.gradient_final(chunk, gradient, Mark())
         weight = self.weights[number] if weight is None else weight
         return self.home.update(Update(chunk, weight, gradient, coefficients, self.link.streams.main_mark()))
 

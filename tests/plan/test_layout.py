@@ -22,15 +22,13 @@ from penstock.plan.layout import (
     CHUNK_SECONDS,
     DEFAULT_CHUNK,
     FORMATS,
-    STREAM_QUEUE,
     Buffer,
     Chunk,
     chunk_for,
     cut,
+    largest_gradients,
     model_buffers,
     parameters,
-    queue_excess,
-    queue_length,
     state_buffers,
     total,
     unit_buffers,
@@ -164,15 +162,9 @@ def test_units_that_stream_take_what_the_layout_says(count):
     weights.close()
 
 
-def test_all_chunks_of_a_streamed_layer_may_wait():
-    """Or its backward, at whose end all its gradients are final, would stand still in the middle."""
+def test_gradients_of_the_largest_streamed_layer_may_wait():
     whole = Chunk(0, 0, 10 * 256, FORMATS["int8"], 2)
     chunks = [dataclasses.replace(chunk, parameter=index) for index in range(4) for chunk in cut(whole, 256)]
-    each = len(cut(whole, 256))
-    assert each < STREAM_QUEUE < 2 * each
-    assert queue_length(chunks, {}) == STREAM_QUEUE, "resident ones become final one after another"
-    assert queue_excess(chunks, {}) == 0
-    assert queue_length(chunks, {0: 7, 1: 7, 2: 8}) == 2 * each
-    assert queue_excess(chunks, {0: 7, 1: 7, 2: 8}) == (2 * each - STREAM_QUEUE) * 2 * 256
-    assert queue_length(chunks, {0: 7}) == STREAM_QUEUE
-    assert queue_excess([], {}) == 0
+    assert largest_gradients(chunks, {}) == 0, "resident ones become final one after another"
+    assert largest_gradients(chunks, {0: 7, 1: 7, 2: 8}) == 2 * 10 * 256 * 2
+    assert largest_gradients([], {0: 7}) == 0

@@ -80,9 +80,8 @@ class _Parked:
 class ParkedInputs:
     """In an arena; each goes down while the layer computes, and comes back a little before backward wants it.
 
-    A thread brings it once there is memory for it. A copy that waits on the device for that memory was rejected: it held
-    up the state of all layers behind it, until backward was as far (60 ms a layer of llama-70b,
-    benchmarks/results/2026-11-17-h200/streamed).
+    A thread brings it once there is memory for it. A copy that waits on the device for that memory was rejected: it
+    held up the state that came behind it until backward was as far.
     """
 
     def __init__(self, num_bytes: int, link: Link, cores: Sequence[int]) -> None:

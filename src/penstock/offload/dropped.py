@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from torch.utils.hooks import RemovableHandle
 
+from penstock.offload.giving import Giver
 from penstock.offload.homes import Home
 
 
@@ -25,7 +26,7 @@ from penstock.offload.homes import Home
 class _Note:
     """What was dropped; nothing, from somebody who wants to know that all before it has been given back."""
 
-    homes: Sequence[Home] = ()
+    homes: Sequence[Home | Giver] = ()
     hooks: Sequence[RemovableHandle] = ()
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -48,7 +49,9 @@ def _give_back() -> None:
         del note
 
 
-def when_dropped(optimizer: object, homes: Sequence[Home], hooks: Sequence[RemovableHandle]) -> Callable[[], object]:
+def when_dropped(
+    optimizer: object, homes: Sequence[Home | Giver], hooks: Sequence[RemovableHandle]
+) -> Callable[[], object]:
     """Have these given back once nobody has the optimizer any more. What is returned calls it off.
 
     Until then the hooks wait for updates that are still under way.

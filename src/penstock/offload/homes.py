@@ -77,8 +77,8 @@ class Home(Protocol):
     def sends_down(self, chunk: Chunk) -> bool:
         """Whether the gradient of a chunk leaves the device as soon as it is final."""
 
-    def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
-        """The gradient will not change any more in this step."""
+    def gradient_final(self, chunk: Chunk, gradient: Tensor, written: Mark) -> None:
+        """The gradient will not change any more in this step, and is there after `written`."""
 
     def update(self, update: Update) -> Future[Mark]:
         """Have the update made. The result is the mark after which the weight may be read."""

@@ -72,10 +72,10 @@ class HostHome:
         """Wherever device and host have memories of their own."""
         return chunk in self._landings
 
-    def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
+    def gradient_final(self, chunk: Chunk, gradient: Tensor, written: Mark) -> None:
         """Send it down."""
         if chunk in self._landings:
-            self._landings.send(chunk, gradient)
+            self._landings.send(chunk, gradient, written)
 
     def update(self, update: Update) -> Future[Mark]:
         """Queue the chunk for the threads; they take it when its gradient and the scalars are there."""

@@ -11,12 +11,13 @@ from torch import Tensor
 from penstock.flow.transfers import Link
 from penstock.machine.hardware import near_cores
 from penstock.offload.dtensors import local
+from penstock.offload.giving import Giver
 from penstock.offload.homes import Home, Surroundings
 from penstock.offload.host import HostHome
 from penstock.offload.resident import ResidentHome
 from penstock.offload.stream import StreamHome
 from penstock.offload.trained import Trained
-from penstock.plan.layout import Chunk, HomeName, queue_length
+from penstock.plan.layout import STREAM_QUEUE, Chunk, HomeName
 from penstock.plan.placement import Placement
 from penstock.plan.split import Manner
 from penstock.update.formats import view_state
@@ -31,14 +32,13 @@ class Housing:
         self._parameters = trained.parameters
         around = Surroundings(rule, link, trained.deadlines(), trained.streamed)
         near = near_cores(trained.device)
-        unit_of = trained.unit_of_streamed()
         makers: dict[HomeName, Callable[[Sequence[Chunk]], Home]] = {
             "gpu": lambda chunks: ResidentHome(chunks, around),
             "stream": lambda chunks: StreamHome(
                 chunks,
                 around,
                 cores=near,
-                most_waiting=queue_length(chunks, unit_of) if manner.in_backward else 0,
+                most_waiting=STREAM_QUEUE if manner.in_backward else 0,
             ),
             "host": lambda chunks: HostHome(
                 chunks,
@@ -50,6 +50,7 @@ class Housing:
         }
         self.homes = [(makers[name](chunks), chunks) for name, chunks in placement.chunks.items() if chunks]
         self.home_of = {chunk: home for home, chunks in self.homes for chunk in chunks}
+        self.giver = Giver(self.home_of, link.streams, in_backward=manner.in_backward)
         self.chunks: list[list[Chunk]] = [[] for _ in trained.parameters]
         """By parameter, from its first element to its last."""
         for chunk in sorted(self.home_of, key=lambda chunk: chunk.start):
@@ -126,7 +127,13 @@ class Housing:
         did = "pinned" if arenas[0].pinned else "taken"
         return f"{gigabytes:,.2f} GB of host memory {did} in {seconds:.1f} s, {gigabytes / seconds:.1f} GB/s"
 
+    @property
+    def to_close(self) -> list[Home | Giver]:
+        """What holds memory or a thread, in the order in which it is given back."""
+        return [self.giver, *(home for home, _ in self.homes)]
+
     def close(self) -> None:
         """Give back state, arenas and threads."""
+        self.giver.close()
         while self.homes:
             self.homes.pop()[0].close()

@@ -48,8 +48,8 @@ class Landings:
     def __contains__(self, chunk: Chunk) -> bool:
         return chunk in self._chunks
 
-    def send(self, chunk: Chunk, gradient: Tensor) -> None:
-        """Send it down at once: during backward the link has nothing else to do, and its memory is wanted."""
+    def send(self, chunk: Chunk, gradient: Tensor, written: Mark) -> None:
+        """Send it down, once it is `written`: in backward the link has nothing else to do, and its memory is wanted."""
         if self._ring:
             self._at[chunk] = self._ring[0]
             self._ring.rotate(-1)
@@ -57,7 +57,6 @@ class Landings:
         if place.read is not None:
             place.read.result()  # or the cores would read the gradient of another step, or of another chunk
             place.read = None
-        written = self._streams.main_mark()  # backward is still writing it
         memory = self._memory(chunk)
         down = self._link.to_host.copy(memory, gradient, deadline=NOW, after=written, label="down")
         self._arrived[chunk] = down.result()

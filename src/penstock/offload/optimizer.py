@@ -20,7 +20,7 @@ from penstock.flow.timeline import Timeline
 from penstock.flow.transfers import link_of
 from penstock.offload.behaviour import Behaviour, UpdateTime, update_time
 from penstock.offload.dropped import wait_for_dropped, when_dropped
-from penstock.offload.dtensors import check_blocks, group_of, local
+from penstock.offload.dtensors import check_blocks, group_of, is_streamed, local
 from penstock.offload.homes import Coefficients, Update, rows_of
 from penstock.offload.housing import Housing
 from penstock.offload.misuse import (
@@ -113,7 +113,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.report: StepReport | None = None
         self._hooks = attach(self._trained, self._streams, self._gradient_came)
         self._hooks += attach_to_files(model, self._parameters, self.synchronize, self.weights_were_set)
-        self._is_closed = when_dropped(self, [home for home, _ in self._housing.homes], self._hooks)
+        self._is_closed = when_dropped(self, self._housing.to_close, self._hooks)
         claim(self._parameters, self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -182,8 +182,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _send_down(self, step: Step, index: int, flat: Tensor) -> None:
         """Start gradients of host chunks on their way; free the whole gradient if all of it goes."""
+        written = self._streams.main_mark()
         for chunk in self._housing.chunks[index]:
-            self._housing.home_of[chunk].gradient_final(chunk, chunk.of(flat))
+            self._housing.home_of[chunk].gradient_final(chunk, chunk.of(flat), written)
         if self._housing.leaves(index):
             step.was_sent(index)
             self._parameters[index].grad = None
@@ -246,9 +247,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._prefetcher.step_ended()
 
     def _update_unit(self, step: Step, unit: TrainedUnit, rows: list[Coefficients]) -> None:
-        ready, home_of = self._streams.main_mark(), self._housing.home_of
-        sent = self._overlap and self.update == "after-norm"
-        unit.updates = Updates()
+        ready, updates = self._streams.main_mark(), list[Update]()
         for index in unit.parameters:
             flat = step.take(index)
             if flat is None and index not in step.sent:
@@ -256,12 +255,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
             weight = local(self._parameters[index]).view(-1)
             for chunk in self._housing.chunks[index]:
                 part = None if flat is None else chunk.of(flat)
-                if part is not None and not sent:
-                    home_of[chunk].gradient_final(chunk, part)
-                update = Update(chunk, chunk.of(weight), part, rows[self._group_of[index]], ready)
-                unit.updates.made.append(home_of[chunk].update(update))
+                updates.append(Update(chunk, chunk.of(weight), part, rows[self._group_of[index]], ready))
             # Dropped in every home: in `host` it has gone, and which home a parameter has must not show.
             self._parameters[index].grad = None
+        sent = self._overlap and self.update == "after-norm"
+        ahead = is_streamed(self._parameters[unit.parameters[0]])
+        unit.updates = Updates(self._housing.giver.give(updates, sent=sent, ahead=ahead))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of a backward that no `step` follows; `step` itself drops those that it takes.

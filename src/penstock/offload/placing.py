@@ -33,7 +33,7 @@ from penstock.plan.layout import (
     cut,
     gpu_reserve,
     landing_bytes,
-    queue_excess,
+    largest_gradients,
 )
 from penstock.plan.placement import (
     Dealt,
@@ -217,7 +217,7 @@ def _choose(
         on_host -= landing_bytes([*away["stream"], *away["host"]])
     room = Room(free + cached - gpu_reserve(total), on_host)
     if manner.in_backward:
-        room = room.less(queue_excess(away["stream"], trained.unit_of_streamed()))
+        room = room.less(largest_gradients([*away["stream"], *away["host"]], trained.unit_of_streamed()))
     if room.gpu_bytes >= need.kept_bytes + need.num_params * state_bytes:
         return everything
     rates = rates_of()

@@ -45,9 +45,9 @@ def measure_rates(
     row = torch.ones(AdamW.num_coefficients, device=device)
     coefficients = Coefficients(row, link.streams.to_host(row[None]), 0)
     gradient = torch.zeros(SAMPLE_PARAMS, dtype=torch.bfloat16, device=device)
-    for chunk in chunks:  # once: in `after-norm` gradients are down before updates begin
-        host.gradient_final(chunk, gradient)
     ready = link.streams.main_mark()
+    for chunk in chunks:  # once: in `after-norm` gradients are down before updates begin
+        host.gradient_final(chunk, gradient, ready)
     updates: dict[Home, list[Update]] = {
         home: [Update(chunk, torch.zeros_like(gradient), gradient, coefficients, ready) for chunk in chunks]
         for home in (stream, host)

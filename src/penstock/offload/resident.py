@@ -30,7 +30,7 @@ class ResidentHome:
         """It is where it is needed."""
         return False
 
-    def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
+    def gradient_final(self, chunk: Chunk, gradient: Tensor, written: Mark) -> None:
         """It is where it is needed."""
 
     def update(self, update: Update) -> Future[Mark]:

@@ -64,10 +64,10 @@ class StreamHome:
         """That of a weight which lies in host memory, to come back with it."""
         return chunk in self._landings
 
-    def gradient_final(self, chunk: Chunk, gradient: Tensor) -> None:
+    def gradient_final(self, chunk: Chunk, gradient: Tensor, written: Mark) -> None:
         """It is where it is needed, or leaves."""
         if chunk in self._landings:
-            self._landings.send(chunk, gradient)
+            self._landings.send(chunk, gradient, written)
 
     def update(self, update: Update) -> Future[Mark]:
         """Queue the chunk for the thread; with `most_waiting`, not before the queue is that short."""

@@ -23,16 +23,23 @@ from penstock.errors import RecipeError
 from penstock.flow.lanes import Mark, Streams
 from penstock.model.units import find_units
 from penstock.offload.dtensors import gather_waits, is_streamed, local, local_start
+from penstock.offload.giving import Given
 from penstock.plan.layout import Chunk, StateFormat
 
 
 @dataclass
 class Updates:
-    """The updates of a unit in one step, one a chunk."""
+    """The updates of a unit in one step."""
 
-    made: list[Future[Mark]] = field(default_factory=list)
+    given: Given | None = None
+    """None: there were none."""
     waited: set[int] = field(default_factory=set)
     """Streams, or threads where there are none, that have waited for them."""
+
+    @property
+    def made(self) -> list[Future[Mark]]:
+        """One a chunk, once all of them are with their homes."""
+        return [] if self.given is None else self.given.result()
 
 
 @dataclass
@@ -46,18 +53,18 @@ class TrainedUnit:
     def wait(self, streams: Streams) -> None:
         """What calls goes on only after this unit's update: each thread and each stream for itself."""
         updates, caller = self.updates, streams.caller()
-        if not updates.made or caller in updates.waited:
+        if updates.given is None or caller in updates.waited:
             return
-        failed: BaseException | None = None
+        failed = updates.given.exception()
         with streams.timeline.on_device("wait"):
-            for update in updates.made:
+            for update in [] if failed else updates.made:
                 failed = failed or update.exception()  # which waits too: the others still write weights
                 if update.exception() is None:
                     streams.main_waits(update.result())
                     gather_waits(self.module, update.result())
         updates.waited.add(caller)
         if failed is not None:
-            updates.made = []  # it is told of once
+            updates.given = None  # it is told of once
             raise failed
 
     def settle(self) -> None:
@@ -68,7 +75,7 @@ class TrainedUnit:
     @property
     def was_called(self) -> bool:
         """Whether somebody has waited for the last updates."""
-        return bool(self.updates.waited) or not self.updates.made
+        return bool(self.updates.waited) or self.updates.given is None
 
 
 @dataclass(frozen=True)

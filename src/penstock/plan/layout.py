@@ -38,7 +38,7 @@ CHUNK_SECONDS = 4.2e-3
 """What a chunk should take on the link: long against the start of a copy, short against a layer's forward."""
 STREAM_QUEUE = 16
 """Chunks that may wait for a slot during backward: their gradients take memory beside the activations, of which the
-reserve has room for so many. See `queue_length`."""
+reserve has room for so many."""
 LANDING_BYTES = 2**31
 """Host memory for gradients that updates in backward use at once: a few layers' worth, so that backward and the cores
 need not keep step."""
@@ -206,20 +206,16 @@ def landing_bytes(chunks: Sequence[Chunk], *, ring: bool = False) -> int:
     return min(len(sizes), max(NUM_SLOTS, LANDING_BYTES // max(sizes))) * max(sizes)
 
 
-def queue_length(chunks: Iterable[Chunk], unit_of: Mapping[int, int]) -> int:
-    """Chunks of `stream` that may wait for a slot during backward. `unit_of`: units of parameters that stream.
+def largest_gradients(chunks: Iterable[Chunk], unit_of: Mapping[int, int]) -> int:
+    """Bytes of gradients of the largest unit that streams: of updates in backward they wait while the next computes.
 
-    Gradients of such a unit become final all at once, in the backward of the last micro-batch. If that waited in the
-    middle, the device would have nothing to do: of 16 layers of llama-70b backward took 3.11 s instead of 2.30
-    (benchmarks/results/2026-11-17-h200/streamed).
+    `unit_of`: units of parameters that stream.
     """
-    in_unit = Counter(unit_of[chunk.parameter] for chunk in chunks if chunk.parameter in unit_of)
-    return max([STREAM_QUEUE, *in_unit.values()])
-
-
-def queue_excess(chunks: Sequence[Chunk], unit_of: Mapping[int, int]) -> int:
-    """Bytes of gradients that may wait beyond those that the reserve is for."""
-    return (queue_length(chunks, unit_of) - STREAM_QUEUE) * max((chunk.copy_bytes for chunk in chunks), default=0)
+    in_unit: Counter[int] = Counter()
+    for chunk in chunks:
+        if chunk.parameter in unit_of:
+            in_unit[unit_of[chunk.parameter]] += chunk.copy_bytes
+    return max(in_unit.values(), default=0)
 
 
 def cut(whole: Chunk, chunk_size: int) -> list[Chunk]:

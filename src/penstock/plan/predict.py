@@ -25,10 +25,10 @@ from penstock.plan.layout import (
     Place,
     StateFormat,
     cut,
+    largest_gradients,
     layer_parameters,
     model_buffers,
     parked_bytes,
-    queue_excess,
     state_buffers,
     unit_buffers,
 )
@@ -174,9 +174,11 @@ class Plan:
             moment.append(("gathered layers", sharded_bytes(self.job.architecture, self.job.dtype_bytes)))
         if self.job.in_backward and self.split.stream:
             moment.append((QUEUE, self.job.dtype_bytes * STREAM_QUEUE * self.chunk_size))
+        if self.job.in_backward and self.streamed:
             count = len(layer_parameters(self.job.architecture))
             unit_of = {index: (index - 1) // count for index in self.streamed}
-            moment.append(("gradients of a layer", queue_excess(self.dealt["stream"], unit_of)))
+            given = largest_gradients([*self.dealt["stream"], *self.dealt["host"]], unit_of)
+            moment.append(("gradients of a layer", given))
         found += [Buffer(name, device, int(num_bytes)) for name, num_bytes in moment if num_bytes > 0]
         if on_gpu:
             found.append(Buffer("CUDA context", "gpu", int(CONTEXT_BYTES)))
