@@ -64,18 +64,30 @@ class Transfers:
         label: LaneName | None = None,
     ) -> Future[Mark]:
         """Copy, on the device not before `after`. The result, there once the copy is enqueued, is the mark after it."""
+        return self.copy_together([(target, source)], deadline=deadline, after=after, label=label)
+
+    def copy_together(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        *,
+        deadline: int,
+        after: Mark | Sequence[Mark] = (),
+        label: LaneName | None = None,
+    ) -> Future[Mark]:
+        """The same of several targets and their sources, one after another."""
 
         def begin() -> Mark:
             for mark in (after,) if isinstance(after, Mark) else after:
                 self._lane.wait(mark)  # whoever makes the source, or reads the target, is still at it
             with torch.no_grad(), self._lane.work(label):
-                target.copy_(source, non_blocking=True)
-            for tensor in (target, source):
+                for target, source in pairs:
+                    target.copy_(source, non_blocking=True)
+            for tensor in itertools.chain(*pairs):
                 self._lane.uses(tensor)  # or the allocator would give its memory away in mid-copy
             return self._lane.mark()
 
         future: Future[Mark] = Future()
-        transfer = _Waiting(deadline, next(self._numbers), source.nbytes, begin, future)
+        transfer = _Waiting(deadline, next(self._numbers), sum(source.nbytes for _, source in pairs), begin, future)
         with self._lock:
             if deadline == NOW:
                 self._begin(transfer)

@@ -105,11 +105,11 @@ class StreamHome:
         else:
             slot = self._ring.take()
             memory = slot.memory[: chunk.state_bytes]
-            arrived = self._copy_in(chunk, memory, None)
+            arrived = self._copy_in(chunk, memory, Mark())
         self._lane.wait(arrived)  # or the kernel would read what was in the slot before
         updated = update_on_device(self._lane, self._rule, update, view_state(chunk, memory))
         self._lane.uses(memory)
-        gone = self._send(chunk, self._state[chunk], memory, updated)
+        gone = self._send(chunk, memory, updated)
         self._home_again[chunk] = gone
         if slot is not None:
             slot.free = gone
@@ -128,30 +128,24 @@ class StreamHome:
         starts = (0, padded(sizes[0]), padded(sizes[0]) + padded(sizes[1]))
         state, *copies = (slot.memory[start : start + size] for start, size in zip(starts, sizes, strict=True))
         weight, gradient = (copy.view(DTYPES[chunk.weight_bytes]) for copy in copies)
-        self._copy_in(chunk, state, None)
-        arrived = self._bring(chunk, weight, update.weight)
+        beside, after = [(weight, update.weight)], Mark()
         if landed is not None:
-            arrived = self._bring(chunk, gradient, *landed)
-            update = dataclasses.replace(update, gradient=gradient)
-        self._lane.wait(arrived)  # one lane: what was given later arrives later
+            beside.append((gradient, landed[0]))
+            update, after = dataclasses.replace(update, gradient=gradient), landed[1]
+        self._lane.wait(self._copy_in(chunk, state, after, *beside))
         here = dataclasses.replace(update, weight=weight)
         updated = update_on_device(self._lane, self._rule, here, view_state(chunk, state))
-        self._send(chunk, self._state[chunk], state, updated)
-        self._home_again[chunk] = slot.free = gone = self._send(chunk, update.weight, weight, updated)
+        self._home_again[chunk] = slot.free = gone = self._send(chunk, state, updated, (update.weight, weight))
         return gone
 
-    def _copy_in(self, chunk: Chunk, memory: Tensor, free: Mark | None) -> Mark:
+    def _copy_in(self, chunk: Chunk, memory: Tensor, after: Mark, *beside: tuple[Tensor, Tensor]) -> Mark:
         self._home_again.get(chunk, Mark()).wait_on_host()  # or, of few chunks, it would set out before it came home
-        return self._bring(chunk, memory, self._state[chunk], free)
+        pairs, deadline = [(memory, self._state[chunk]), *beside], self._deadlines[chunk.parameter]
+        return self._link.to_device.copy_together(pairs, deadline=deadline, after=after).result()
 
-    def _bring(self, chunk: Chunk, memory: Tensor, source: Tensor, after: Mark | None = None) -> Mark:
-        marks = () if after is None else (after,)
-        deadline = self._deadlines[chunk.parameter]
-        return self._link.to_device.copy(memory, source, deadline=deadline, after=marks).result()
-
-    def _send(self, chunk: Chunk, home: Tensor, memory: Tensor, updated: Mark) -> Mark:
-        deadline = self._deadlines[chunk.parameter]
-        return self._link.to_host.copy(home, memory, deadline=deadline, after=updated).result()
+    def _send(self, chunk: Chunk, memory: Tensor, updated: Mark, *beside: tuple[Tensor, Tensor]) -> Mark:
+        pairs, deadline = [(self._state[chunk], memory), *beside], self._deadlines[chunk.parameter]
+        return self._link.to_host.copy_together(pairs, deadline=deadline, after=updated).result()
 
     def end_step(self) -> None:
         """Nothing is left for later."""
