@@ -59,6 +59,7 @@ class HostHome:
         total += landing_bytes(copied, ring=in_backward)
         self.arena = Arena(total, pinned=self._streams.device.type == "cuda", cores=cores)
         self._state = {c: self.arena.cut(c.state_bytes) for c in chunks}
+        self._views = {c: view_state(c, state) for c, state in self._state.items()}
         self._weights = {c: self.arena.cut(c.copy_bytes).view(DTYPES[c.weight_bytes]) for c in here}
         self._landings = Landings(copied, self.arena, self._link, ring=in_backward)
         self._threads = HostThreads(cores)
@@ -118,7 +119,7 @@ class HostHome:
         assert gradient is not None, "a gradient is on the device, or was sent down"
         arrived.wait_on_host()  # or the cores would read the gradient of the step before
         # Once the scalars are here the device has passed the norm, so that no backward reads the weight any more.
-        row, state = coefficients.host.read()[coefficients.group], view_state(chunk, self._state[chunk])
+        row, state = coefficients.host.read()[coefficients.group], self._views[chunk]
         began = time.perf_counter()
         return began, self._threads.begin(self._rule, weight, gradient, state, row, stage)
 
@@ -164,6 +165,7 @@ class HostHome:
         for way in (self._link.to_device, self._link.to_host):
             way.mark().wait_on_host()  # or copies would go on in memory that is given back
         self._threads.close()
+        self._views.clear()
         self._state.clear()
         self._weights.clear()
         self._landings.clear()
