@@ -114,9 +114,10 @@ def test_figures_of_the_benchmarks_page_are_those_of_the_results():
         assert any(held in line for line in results), held
 
 
-def test_figures_of_streamed_weights_are_those_of_the_results():
+def test_figures_of_streamed_weights_and_fp8_are_those_of_the_results():
     results = ROOT / "benchmarks" / "results"
-    paths = (results / "2026-11-16-h200/streamed/more_rows.jsonl", results / "2026-11-17-h200/streamed/rows.jsonl")
+    paths = [results / "2026-11-16-h200/streamed/more_rows.jsonl"]
+    paths += [results / "2026-11-17-h200" / part / "rows.jsonl" for part in ("streamed", "fp8")]
     rows = [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
     measured = {
         (
@@ -128,9 +129,9 @@ def test_figures_of_streamed_weights_are_those_of_the_results():
         if row["system"] == "penstock" and row["step_s"]
     }
     pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/small-gpus.md"))
-    shown = re.compile(r"weights streamed \(|^\| [\w-]+ \| \d+ \| ")
+    shown = re.compile(r"weights streamed \(|fp8 products|^\| [\w-]+ \| \d+ \| ")
     lines = [line for line in pages.splitlines() if shown.search(line)]
-    assert len(lines) == 6
+    assert len(lines) == 9
     for line in lines:
         assert tuple(cell.strip() for cell in line.strip(" |").split("|"))[-3:] in measured, line
 

@@ -16,10 +16,9 @@ from penstock.recipe.lists import parse_size
 RESULTS = "benchmarks/results/2026-11-15-h200"
 MATRIX_SHARE = 784e12 / 989.4e12
 """Of the dense bf16 peak, what an 8192-cubed product gives on the H200 (RESULTS/ceilings.json)."""
-FP8_SHARE = 1340e12 / (2 * 989.4e12)
-"""Of the dense fp8 peak, which is twice that of bf16, what one large product is taken to give. It follows from forward
-and backward of llama-8b, 4 x 4096 tokens, on the H200: 1.020 s with fp8 products and 1.343 s with bf16 ones, casts
-counted as memory traffic (`plan/speed.py`)."""
+FP8_SHARE = 1531e12 / (2 * 989.4e12)
+"""Of the dense fp8 peak, which is twice that of bf16, what an 8192-cubed product gives on the H200
+(benchmarks/results/2026-11-17-h200/fp8/ceilings.json)."""
 MEMORY_SHARE = 4.18e12 / 4.8e12
 """Of the GPU memory's bandwidth, what a copy gives, read and write counted (RESULTS/ceilings.json)."""
 LINK_SHARE = 36e9 / 64e9

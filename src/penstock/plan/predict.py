@@ -25,7 +25,6 @@ from penstock.plan.layout import (
     Place,
     StateFormat,
     cut,
-    largest_gradients,
     layer_parameters,
     model_buffers,
     parked_bytes,
@@ -175,10 +174,8 @@ class Plan:
         if self.job.in_backward and self.split.stream:
             moment.append((QUEUE, self.job.dtype_bytes * STREAM_QUEUE * self.chunk_size))
         if self.job.in_backward and self.streamed:
-            count = len(layer_parameters(self.job.architecture))
-            unit_of = {index: (index - 1) // count for index in self.streamed}
-            given = largest_gradients([*self.dealt["stream"], *self.dealt["host"]], unit_of)
-            moment.append(("gradients of a layer", given))
+            layer = sum(parameter.size for parameter in layer_parameters(self.job.architecture))
+            moment.append(("gradients of a layer", self.job.dtype_bytes * layer))
         found += [Buffer(name, device, int(num_bytes)) for name, num_bytes in moment if num_bytes > 0]
         if on_gpu:
             found.append(Buffer("CUDA context", "gpu", int(CONTEXT_BYTES)))

@@ -5,8 +5,8 @@ Each has one constant, fitted to figures measured on the H200 at 784 TFLOP/s (be
 Layers as transformers writes them, with flash attention: forward and backward of llama-8b (1 x 4096, no recompute) and
 of qwen3-14b (4 x 4096, full recompute), floors 1.71 s and 3.87 s a step. Compiled, with attention by rows: llama-8b
 1.39 s; qwen3-14b 2.56 s (`selected:14`) and 2.79 s (`selected`); phi-4 2.60 s and 2.83 s. The fit is within 5 %.
-With fp8 products llama-8b took 0.76 of the time that it took with bf16 ones (4 x 4096, one row at once). The rate of an
-fp8 product in `machine/known.py` follows from that and from the traffic of the casts; it was not measured by itself.
+With fp8 products, whose casts are memory traffic, the floor of llama-8b is 0.942 s with four rows at once, where these
+constants say 0.923, and 1.063 s with one at a time, where they say 0.963 (benchmarks/results/2026-11-17-h200/fp8).
 One efficiency for everything was rejected: models differ by a fifth in it, and the share of recompute would be wrong.
 """
 
