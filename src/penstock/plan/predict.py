@@ -173,9 +173,6 @@ class Plan:
             moment.append(("gathered layers", sharded_bytes(self.job.architecture, self.job.dtype_bytes)))
         if self.job.in_backward and self.split.stream:
             moment.append((QUEUE, self.job.dtype_bytes * STREAM_QUEUE * self.chunk_size))
-        if self.job.in_backward and self.streamed:
-            layer = sum(parameter.size for parameter in layer_parameters(self.job.architecture))
-            moment.append(("gradients of a layer", self.job.dtype_bytes * layer))
         found += [Buffer(name, device, int(num_bytes)) for name, num_bytes in moment if num_bytes > 0]
         if on_gpu:
             found.append(Buffer("CUDA context", "gpu", int(CONTEXT_BYTES)))
