@@ -1,5 +1,6 @@
 """Shared by all tests: no network, a private cache, one thread a worker when tests run in parallel, and ranks."""
 
+import gc
 import json
 import os
 import signal
@@ -14,20 +15,39 @@ os.environ["CUDA_MODULE_LOADING"] = "LAZY"
 
 import hypothesis
 import pytest
-import torch
 
+# Containers often say otherwise, and pip was told not to compile: then every process that a test starts compiles all
+# that it imports, for 10 of the 18 s that a run of the demo takes.
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+sys.dont_write_bytecode = False
+gc.disable()  # until all tests are imported
 # Started in the background by a script, or by nohup, pytest inherits these ignored, and so would what it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, and then runs its kernels on the CPU
 hypothesis.settings.register_profile("house", deadline=None)  # a busy machine is slow, not wrong
 hypothesis.settings.load_profile("house")
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
 RANKS = Path(__file__).parent / "ranks"
 # For rank_jobs.py, small_net.py and golden.py: pytest's importlib mode does not do it.
 sys.path[:0] = [str(RANKS), str(Path(__file__).parent / "offload")]
+
+
+def pytest_configure(config):
+    """Before any test is imported; the process that hands tests out to workers does without torch."""
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if config.getoption("numprocesses", None) and not is_worker:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, and runs its kernels on the CPU
+    if is_worker:
+        torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """What was imported stays: no search for garbage need look at it."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_make_parametrize_id(val):
@@ -38,6 +58,8 @@ def pytest_make_parametrize_id(val):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     """Both devices; without a GPU the second is skipped."""
+    import torch
+
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA GPU on this machine")
     return request.param
@@ -69,6 +91,8 @@ def ranks(tmp_path_factory, private_cache):
         },
     )
     assert process.stdout.readline() == "[]\n", "the rank server did not start"
+
+    import torch
 
     def run(job, count, **args):
         out = tmp_path_factory.mktemp(f"{job}-{count}")

@@ -5,6 +5,7 @@ function of that name in rank_jobs.py and leaves what it returns in DIR/RANK.pt;
 Where ranks share a GPU each is a fresh process: CUDA, which imports begin, does not survive a fork.
 """
 
+import gc
 import json
 import os
 import signal
@@ -64,6 +65,7 @@ if __name__ == "__main__":
     if forks:
         import rank_jobs
 
+    gc.freeze()  # or a child that looks for garbage copies every page it looks at
     os.write(answers, b"[]\n")
     for line in sys.stdin:
         asked = json.loads(line)
