@@ -15,6 +15,7 @@ os.environ["CUDA_MODULE_LOADING"] = "LAZY"
 
 import hypothesis
 import pytest
+from filelock import FileLock
 
 # Containers often say otherwise, and pip was told not to compile: then every process that a test starts compiles all
 # that it imports, for 10 of the 18 s that a run of the demo takes.
@@ -69,6 +70,22 @@ def device(request):
 def private_cache(tmp_path_factory):
     """Tokenized rows go to a directory of this session, never to the user's."""
     os.environ["PENSTOCK_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """`once(name, make)`: a place, and the text that `make(place)` returned; one of the workers makes it for all."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def run(name, make):
+        place, made = shared / f"once-{name}", shared / f"once-{name}.out"
+        with FileLock(f"{made}.lock"):
+            if not made.exists():
+                made.write_text(make(place))
+        return place, made.read_text()
+
+    return run
 
 
 @pytest.fixture(scope="session")
