@@ -1,7 +1,9 @@
 """Shared by all tests: no network, a private cache, one thread a worker when tests run in parallel, and ranks."""
 
+import gc
 import json
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -14,20 +16,42 @@ os.environ["CUDA_MODULE_LOADING"] = "LAZY"
 
 import hypothesis
 import pytest
-import torch
+from filelock import FileLock
 
+# Containers often say otherwise, and pip was told not to compile: then every process that a test starts compiles all
+# that it imports, for 10 of the 18 s that a run of the demo takes.
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+sys.dont_write_bytecode = False
+gc.disable()  # until all tests are imported
 # Started in the background by a script, or by nohup, pytest inherits these ignored, and so would what it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, and then runs its kernels on the CPU
 hypothesis.settings.register_profile("house", deadline=None)  # a busy machine is slow, not wrong
 hypothesis.settings.load_profile("house")
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
 RANKS = Path(__file__).parent / "ranks"
 # For rank_jobs.py, small_net.py and golden.py: pytest's importlib mode does not do it.
 sys.path[:0] = [str(RANKS), str(Path(__file__).parent / "offload")]
+
+
+def pytest_configure(config):
+    """Before any test is imported; the process that hands tests out to workers does without torch."""
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if config.getoption("numprocesses", None) and not is_worker:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, and runs its kernels on the CPU
+    if is_worker:
+        torch.set_num_threads(1)
+    if platform.machine() == "aarch64":  # a product of tiny matrices takes 0.6 ms with oneDNN and 0.01 without
+        torch.backends.mkldnn.set_flags(False)
+
+
+def pytest_collection_finish():
+    """What was imported stays: no search for garbage need look at it."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_make_parametrize_id(val):
@@ -38,6 +62,8 @@ def pytest_make_parametrize_id(val):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     """Both devices; without a GPU the second is skipped."""
+    import torch
+
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA GPU on this machine")
     return request.param
@@ -45,8 +71,30 @@ def device(request):
 
 @pytest.fixture(autouse=True, scope="session")
 def private_cache(tmp_path_factory):
-    """Tokenized rows go to a directory of this session, never to the user's."""
+    """Tokenized rows and compiled layers go to directories of this session, never to the user's.
+
+    Workers share the compiler's, whose header takes as long as a layer; how often layers are compiled, dynamo counts.
+    """
     os.environ["PENSTOCK_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(shared / "compiled")
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """`once(name, make)`: a place, and the text that `make(place)` returned; one of the workers makes it for all."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def run(name, make):
+        place, made = shared / f"once-{name}", shared / f"once-{name}.out"
+        with FileLock(f"{made}.lock"):
+            if not made.exists():
+                made.write_text(make(place))
+        return place, made.read_text()
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -69,6 +117,8 @@ def ranks(tmp_path_factory, private_cache):
         },
     )
     assert process.stdout.readline() == "[]\n", "the rank server did not start"
+
+    import torch
 
     def run(job, count, **args):
         out = tmp_path_factory.mktemp(f"{job}-{count}")

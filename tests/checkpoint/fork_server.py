@@ -6,8 +6,10 @@ first, `file_bytes` limits the size of its files, `env` is set in it.
 """
 
 import ctypes
+import gc
 import json
 import os
+import platform
 import resource
 import signal
 import sys
@@ -23,6 +25,7 @@ def child(request):
     os.dup2(out, 2)
     code = 99
     try:
+        gc.unfreeze = lambda: None  # or the first step looks through all that the server has imported
         torch.set_num_threads(1)  # mends torch's pool after the fork; two threads that found it broken would race to
         os.environ.update(request.get("env", {}))
         if "file_bytes" in request:
@@ -70,8 +73,10 @@ if __name__ == "__main__":
     answers = os.dup(1)
     os.dup2(2, 1)
     torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(platform.machine() != "aarch64")  # as in conftest.py
     from penstock.command.cli import main
 
     assert main(json.loads(sys.argv[1])) == 0, "the run that warms everything up"
+    gc.freeze()  # or a child that looks for garbage copies every page it looks at
     os.write(answers, b"0\n")
     serve()

@@ -329,7 +329,7 @@ def test_secrets_of_the_environment_are_in_no_file_and_no_line(server, tmp_path)
 
 def test_two_runs_in_one_directory(server, tmp_path):
     run = tmp_path / "run"
-    first = server.start(*RUN, "--output-dir", run, "--epochs", "100000")
+    first = server.start(*RUN, "--output-dir", run, "--epochs", "5000", "--max-steps", "5000")
     deadline = time.monotonic() + 60
     while not (run / "metrics.jsonl").exists():
         assert time.monotonic() < deadline

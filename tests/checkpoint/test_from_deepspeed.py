@@ -28,14 +28,18 @@ slow_and_needs_deepspeed = [
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("deepspeed")
+def written(once):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", WRITER, DEMO, directory]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return directory
+
+    def write(directory):
+        directory.mkdir(exist_ok=True)
+        command = [sys.executable, "-W", "ignore", WRITER, DEMO, directory]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return ""
+
+    return once("deepspeed-checkpoint", write)[0]
 
 
 @pytest.mark.parametrize(

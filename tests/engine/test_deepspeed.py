@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 from safetensors.torch import load_file
+
+from penstock.command.cli import main
 
 sys.path.insert(0, str(Path(__file__).parent))
 from deepspeed_runs import ON_ONE_RANK, SCENARIOS
@@ -73,25 +74,9 @@ def count(request):
 
 
 @pytest.fixture(scope="module")
-def once(tmp_path_factory):
-    """`once(name, make)`: where a program wrote and what it printed; one of pytest's workers runs it for all."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-
-    def run(name, make):
-        printed = shared / f"deepspeed-{name}.out"
-        with FileLock(f"{printed}.lock"):
-            if not printed.exists():
-                printed.write_text(finish(make(shared / f"deepspeed-{name}")))
-        return shared / f"deepspeed-{name}", printed.read_text()
-
-    return run
-
-
-@pytest.fixture(scope="module")
 def found(count, once):
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"] if count > 1 else []
-    result, _ = once(f"found-{count}", lambda place: start(*torchrun, RUNS, place))
+    result, _ = once(f"found-{count}", lambda place: finish(start(*torchrun, RUNS, place)))
     return json.loads(result.read_text())
 
 
@@ -175,7 +160,7 @@ def losses(run):
 def whole(count, once):
     """A run with a checkpoint in the middle, and what it printed."""
     words = [*TRAIN, "--save-every", 2, "--keep", 4, "--prompt", SAID, "--json"]
-    run, printed = once(f"whole-{count}", lambda place: penstock(*words, "--output-dir", place, ranks=count))
+    run, printed = once(f"whole-{count}", lambda place: finish(penstock(*words, "--output-dir", place, ranks=count)))
     return run, json.loads(printed)
 
 
@@ -184,7 +169,7 @@ def test_a_whole_run_is_ours_to_rounding_and_answers(whole, once):
     run, summary = whole
     assert summary["steps"] == 4
     words = [*TRAIN, "--engine", "penstock", "--prompt", SAID, "--json"]
-    native, printed = once("native", lambda place: penstock(*words, "--output-dir", place))
+    native, printed = once("native", lambda place: finish(penstock(*words, "--output-dir", place)))
     ours = json.loads(printed)
     assert losses(run) == pytest.approx(losses(native), abs=2e-4)
     assert summary["eval_loss"] == pytest.approx(ours["eval_loss"], abs=2e-4)
@@ -201,7 +186,7 @@ def test_a_whole_run_leaves_what_its_report_needs(whole, count, tmp_path):
     assert {unit["home"] for unit in facts["placement"]} == {"host"}
     assert {span["lane"] for span in facts["timeline"]["spans"]} == {"forward", "backward", "wait"}
     assert json.loads((run / "ranks.json").read_text())["ranks"] == count
-    finish(penstock("report", run, "--to", tmp_path / "report.html"))
+    assert main(["report", str(run), "--to", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "The model stood still for an update" in page
     assert "was hidden" not in page, "of what DeepSpeed hides nothing is known"
@@ -216,7 +201,7 @@ def test_a_whole_run_resumes_to_the_same_model_and_exports_it(whole, count, tmp_
     assert all(torch.equal(weights(run)[name], tensor) for name, tensor in weights(again).items())
 
     (again / "model").rename(tmp_path / "model")
-    finish(penstock("export", again, "--to", out))
+    assert main(["export", str(again), "--to", str(out)]) == 0
     assert all(torch.equal(load_file(out / "model.safetensors")[n], t) for n, t in weights(run).items())
 
 
@@ -229,8 +214,8 @@ def test_another_number_of_ranks_is_refused(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_saves_on_all_ranks_and_the_run_goes_on(tmp_path, count):
-    run, long = tmp_path / "run", ["--max-steps", 200, "--epochs", 100]
+def test_a_signal_saves_on_all_ranks_and_the_run_goes_on(tmp_path, count, capsys):
+    run, long = tmp_path / "run", ["--max-steps", "200", "--epochs", "100"]
     process = penstock(*TRAIN, *long, "--output-dir", run, ranks=count)
     deadline = time.monotonic() + 300
     while not (run / "metrics.jsonl").exists():
@@ -244,8 +229,9 @@ def test_a_signal_saves_on_all_ranks_and_the_run_goes_on(tmp_path, count):
     (saved,) = (run / "checkpoints").iterdir()
     assert (saved / "manifest.json").exists()
     assert not (run / "model").exists()
-    said = finish(penstock(*TRAIN, *long, "--output-dir", run, "--resume", "--dry-run", ranks=count))
-    assert f"Would go on after step {len(losses(run))}" in said
+    again = [*TRAIN, *long, "--output-dir", str(run), "--resume", "--dry-run", "--gpus", str(count)]
+    assert main(again) == 0
+    assert f"Would go on after step {len(losses(run))}" in capsys.readouterr().out
 
 
 def test_deepspeeds_own_launcher_and_its_ctrl_c(tmp_path):

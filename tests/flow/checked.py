@@ -153,14 +153,15 @@ class Checker(TorchDispatchMode):
         memory.accesses = kept
 
     def _check_freed(self):
-        for address, memory in list(self.memory.items()):
-            if memory.reference.expired():
-                del self.memory[address]
-                self.join(memory.owner, self.clocks[self.thread])
-                seen = self.clocks[memory.owner]
-                for access in memory.accesses:
-                    if access.who != memory.owner and access.who not in memory.users and seen[access.who] < access.time:
-                        raise Race(f"{memory.owner} gets memory back that {access.who} still uses ({access.op})")
+        # Asked of all storages after every operation: StorageWeakRef.expired, three calls deep, took a third of a test.
+        expired = torch.UntypedStorage._expired
+        for address in [address for address, memory in self.memory.items() if expired(memory.reference.cdata)]:
+            memory = self.memory.pop(address)
+            self.join(memory.owner, self.clocks[self.thread])
+            seen = self.clocks[memory.owner]
+            for access in memory.accesses:
+                if access.who != memory.owner and access.who not in memory.users and seen[access.who] < access.time:
+                    raise Race(f"{memory.owner} gets memory back that {access.who} still uses ({access.op})")
 
     def uses(self, who, tensor):
         memory = self._memory_of(tensor)

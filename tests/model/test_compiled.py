@@ -19,9 +19,7 @@ from penstock.recipe.recipe import recompute_by_layer
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler(tmp_path_factory, monkeypatch):
-    cache = tmp_path_factory.getbasetemp() / "compiled"  # shared by the tests, not with other runs
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -77,9 +77,8 @@ def test_of_any_length(tile, rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "qwen3_moe"])
-def test_compiled(name, tmp_path, monkeypatch):
+def test_compiled(name):
     """Both parts of the layer; layers of one kind share what is compiled, and nothing is compiled again."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     calls = called_with(tiny_model(name, num_hidden_layers=4), "long")
     for number, call in enumerate(calls):
@@ -93,9 +92,8 @@ def test_compiled(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiled_nothing_is_computed_that_is_not_used(tmp_path, monkeypatch):
+def test_compiled_nothing_is_computed_that_is_not_used(monkeypatch):
     """Before attention no MLP, and after it no projections of queries, keys and values."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     graphs = []
 

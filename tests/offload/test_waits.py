@@ -257,6 +257,15 @@ def source_line(site):
     return f"{file}: {linecache.getline(f'{SOURCE}/{file}', int(number)).split('  #')[0].strip()}"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def keep_what_is_imported():
+    """The scenarios look for garbage, each of them: not among all that tests have imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module")
 def reached():
     """The waits that each scenario calls; none of them races."""

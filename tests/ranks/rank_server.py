@@ -5,8 +5,10 @@ function of that name in rank_jobs.py and leaves what it returns in DIR/RANK.pt;
 Where ranks share a GPU each is a fresh process: CUDA, which imports begin, does not survive a fork.
 """
 
+import gc
 import json
 import os
+import platform
 import signal
 import sys
 import time
@@ -22,6 +24,7 @@ def child(request, rank):
     code = 99
     try:
         torch.set_num_threads(1)
+        torch.backends.mkldnn.set_flags(platform.machine() != "aarch64")  # as in conftest.py
         ranks = str(request["ranks"])
         os.environ.update(RANK=str(rank), WORLD_SIZE=ranks, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=ranks)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(request["port"]), GLOO_SOCKET_IFNAME="lo")
@@ -64,6 +67,7 @@ if __name__ == "__main__":
     if forks:
         import rank_jobs
 
+    gc.freeze()  # or a child that looks for garbage copies every page it looks at
     os.write(answers, b"[]\n")
     for line in sys.stdin:
         asked = json.loads(line)

@@ -32,7 +32,7 @@ from penstock.command.arguments import (
     with_value,
     without_local_rank,
 )
-from penstock.command.libraries import prepare_torch, quiet_libraries
+from penstock.command.libraries import importing, prepare_torch, quiet_libraries
 from penstock.errors import RecipeError, UserError, counted, did_you_mean, tell
 from penstock.machine.signals import handling, leave_terminal
 from penstock.recipe.presets import PRESETS
@@ -140,12 +140,13 @@ def train(words: list[str]) -> int:
     if machines.ranks > 1 and "RANK" not in os.environ and not args.dry_run:
         return launch(["train", *words], machines, debug=args.debug)
     follow_launcher()
-    quiet_libraries(args.debug, args.log_level)
-    from penstock.engine.ranks import find_world
-    from penstock.report.console import Console
-    from penstock.report.metrics import to_json
-    from penstock.run.preparation import dry_run
-    from penstock.run.train import train as run
+    with importing():
+        quiet_libraries(args.debug, args.log_level)
+        from penstock.engine.ranks import find_world
+        from penstock.report.console import Console
+        from penstock.report.metrics import to_json
+        from penstock.run.preparation import dry_run
+        from penstock.run.train import train as run
 
     world = find_world()
     console = Console(json=args.json, quiet=args.quiet or not world.first)
@@ -177,10 +178,11 @@ def data(words: list[str]) -> int:
     """Show what the model will see: penstock data [RECIPE] [--flags]."""
     parsed = parse_with_recipe(DataArgs, "data", words)
     args = parsed.args
-    quiet_libraries(args.debug)
-    from penstock.data.preview import show, summary
-    from penstock.report.console import Console
-    from penstock.run.preparation import prepare_run
+    with importing():
+        quiet_libraries(args.debug)
+        from penstock.data.preview import show, summary
+        from penstock.report.console import Console
+        from penstock.run.preparation import prepare_run
 
     console = Console(json=args.json)
     _note(console, parsed.note)
@@ -217,13 +219,14 @@ def bench(words: list[str]) -> int:
     if chosen["against"] and args.recipe.matmul != "bf16":
         raise RecipeError("peers compute in bf16", where="--against", remedy="Measure them with --matmul bf16.")
     ratios = read_ratios(args.peer_ratio)
-    quiet_libraries(args.debug)
-    from penstock.bench.run import Asked
-    from penstock.bench.run import bench as run
-    from penstock.bench.this_machine import unmeasured_machine
-    from penstock.machine.hardware import pick_device
-    from penstock.report.console import Console
-    from penstock.run.row_length import with_length_if_known
+    with importing():
+        quiet_libraries(args.debug)
+        from penstock.bench.run import Asked
+        from penstock.bench.run import bench as run
+        from penstock.bench.this_machine import unmeasured_machine
+        from penstock.machine.hardware import pick_device
+        from penstock.report.console import Console
+        from penstock.run.row_length import with_length_if_known
 
     console = Console(json=args.json)
     _note(console, parsed.note)
@@ -315,10 +318,11 @@ def export(words: list[str]) -> int:
     theirs = bool(deepspeed_form(Path(args.run)))
     if not (theirs or args.model or args.trust_pickle):
         find_place(Path(args.run))  # before torch is imported, which takes seconds
-    quiet_libraries(args.debug)
-    from penstock.checkpoint.export import export_from, verify_checkpoints
-    from penstock.checkpoint.from_deepspeed import export_deepspeed
-    from penstock.report.console import Console
+    with importing():
+        quiet_libraries(args.debug)
+        from penstock.checkpoint.export import export_from, verify_checkpoints
+        from penstock.checkpoint.from_deepspeed import export_deepspeed
+        from penstock.report.console import Console
 
     console = Console(json=args.json)
     result: dict[str, object] = {}
@@ -343,8 +347,9 @@ def generate(words: list[str]) -> int:
     """Ask the model of a run or a checkpoint, once or in a conversation: penstock generate RUN ["prompt"]."""
     args = tyro.cli(GenerateArgs, args=words, prog="penstock generate")
     place = find_place(Path(args.run))  # before torch is imported, which takes seconds
-    quiet_libraries(args.debug)
-    from penstock.run.generate import Chat, questions
+    with importing():
+        quiet_libraries(args.debug)
+        from penstock.run.generate import Chat, questions
 
     chat = Chat(place, args.max_new_tokens, args.temperature, args.seed, args.device)
     at_terminal = sys.stdin.isatty() and not args.prompt
@@ -364,7 +369,8 @@ def report(words: list[str]) -> int:
         raise RecipeError("no run is named", where="report", remedy="Such as: penstock report runs/demo")
     for name in args.runs:
         check_is_run(Path(name))  # before torch is imported, which takes seconds
-    from penstock.report.page import report as run
+    with importing():
+        from penstock.report.page import report as run
 
     written = run([Path(name) for name in args.runs], to=args.to, images=args.images)
     if args.json:
