@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.data.cost import TokenFlops, deal
-from penstock.data.loader import Position, prepare
+from penstock.data.loader import EPOCHS_AHEAD, Position, prepare
 
 MODEL = TokenFlops(products=50.0, pair=3.0, layers=3, windowed=1, window=20)
 
@@ -104,6 +104,10 @@ def test_costs_are_those_of_the_micro_batches(make, fields, ranks):
     middle = Position(1, 3)  # as after a resume with another batch size
     assert loader.costs_from(middle, 4, ranks).tolist() == pytest.approx(list(made(loader, middle, 4, ranks)))
     assert loader.costs_from(middle, 0).tolist() == []
+    epochs = (EPOCHS_AHEAD + 1) * loader.steps_per_epoch()
+    distant = loader.costs_from(Position(), 100_000 * loader.steps_per_epoch(), ranks)  # one by one, minutes
+    assert distant[:epochs].tolist() == loader.costs_from(Position(), epochs, ranks).tolist()
+    assert set(distant[epochs:]) == {distant[:epochs].mean()}
 
 
 def test_padding_counts_where_every_row_has_it(make):

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 # What a random draw is for; part of its seed, so that no two draws are the same.
 _ROW_ORDER, _TIE_ORDER, _SHARE, _HELD_OUT, _MIXTURE = range(5)
+EPOCHS_AHEAD = 20
+"""After the one that is going on, whose steps are looked at one by one to say how long they will take."""
 _SELECTING_FIELDS = ("data_percent", "validation", "packing", "shuffle", "seed", "max_length")
 
 
@@ -156,9 +158,15 @@ class Loader:
         return int(self.store.lengths[examples].sum()), int(self.store.trained[examples].sum())
 
     def costs_from(self, position: Position, steps: int, ranks: int = 1) -> Floats:
-        """FLOPs of each of so many steps from a position on, as long as they take beside each other (`step_costs`)."""
+        """FLOPs of each of so many steps from a position on, as long as they take beside each other (`step_costs`).
+
+        Those of distant epochs are the mean of the nearer ones.
+        """
         found, epoch, row = [np.empty(0)], position.epoch, position.row
         while steps > 0:
+            if epoch - position.epoch > EPOCHS_AHEAD:
+                found.append(np.full(steps, np.concatenate(found).mean()))
+                break
             rows = self._rows(epoch)[row:][: steps * self._batch_size]
             missing = -len(rows) % self._batch_size
             by_step = np.pad(rows, (0, missing), constant_values=-1).reshape(-1, self._batch_size)
