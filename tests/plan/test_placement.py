@@ -100,12 +100,12 @@ def chunks_of(preset):
     return cut([p.size for p in parameters(ARCHITECTURES[PRESETS[preset].model])], DEFAULT_CHUNK)
 
 
-@pytest.mark.parametrize(("preset", "most_gb"), [("qwen3-14b", 0.2), ("llama-70b", 0.35)])
+@pytest.mark.parametrize(("preset", "most_gb"), [("qwen3-14b", 0.2), ("llama-70b", 0.2)])
 @settings(max_examples=40)
 @given(weights=st.tuples(*[st.floats(0.02, 1.0)] * 3))
 @pytest.mark.slow
 def test_real_parameters_are_dealt_as_they_were_solved(preset, most_gb, weights):
-    """Of 3,000 random shares the worst were 0.15 and 0.31 GB off, of 148 and 706 GB of state."""
+    """Of 3,000 random shares the worst were 0.11 and 0.12 GB off, of 148 and 706 GB of state."""
     chunks = chunks_of(preset)
     shares = {name: weight / sum(weights) for name, weight in zip(MIX, weights, strict=True)}
     dealt = deal(chunks, shares)

@@ -8,6 +8,7 @@ is then never idle in one stretch and late in another. Filling the GPU from the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -157,13 +158,27 @@ def _whole_ones(sizes: Sequence[int], budget: Mapping[HomeName, float]) -> set[i
         if owed > size / 2:
             chosen.add(number)
             owed -= size
-    missing = target - sum(sizes[number] for number in chosen)
-    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+    chosen, missing = _nearer(sizes, chosen, target - sum(sizes[number] for number in chosen))
+    # One too large to help by itself, the other way round, and then smaller ones: evenly may be none of the small.
+    wrong = chosen if missing < 0 else set(range(len(sizes))) - chosen
+    first = min((number for number in wrong if sizes[number] > abs(missing)), key=lambda n: sizes[n], default=None)
+    if first is not None:
+        size = sizes[first] if missing < 0 else -sizes[first]
+        other, then = _nearer(sizes, chosen ^ {first}, missing + size, below=sizes[first])
+        if abs(then) < abs(missing):
+            return other
+    return chosen
+
+
+def _nearer(sizes: Sequence[int], chosen: set[int], missing: float, below: float = math.inf) -> tuple[set[int], float]:
+    """From the largest on, each that makes `missing` less is chosen or not chosen any more; what is missing then."""
+    chosen = set(chosen)
+    for number in sorted((n for n, size in enumerate(sizes) if size < below), key=lambda number: -sizes[number]):
         change = -sizes[number] if number in chosen else sizes[number]
         if abs(missing - change) < abs(missing):
             chosen ^= {number}
             missing -= change
-    return chosen
+    return chosen, missing
 
 
 def _mix(parameters: Sequence[Sequence[Chunk]], budget: Mapping[HomeName, float], dealt: Dealt) -> None:
