@@ -18,8 +18,8 @@ class Giver:
 
     Gradients of a unit that streams are final all at once, and it has dozens of chunks, each of which may have to wait
     for a place. A backward that gave them itself was rejected: meanwhile the device had nothing to do (50 ms after each
-    layer of llama-70b, benchmarks/results/2026-11-17-h200/streamed). Now it computes the next unit, and waits only if
-    the one before has still not been given, so that gradients of no more than one lie there.
+    layer of llama-70b, benchmarks/results/2026-11-17-h200/streamed/one_layer.txt). Now it computes the next unit, and
+    waits only if the one before has still not been given, so that gradients of no more than one lie there.
     """
 
     def __init__(self, home_of: Mapping[Chunk, Home], streams: Streams, *, in_backward: bool) -> None:

@@ -261,8 +261,8 @@ def streamed_share(model: ModelBytes, rates: Rates, hidden_seconds: float, *, in
     what holds the cores up, as on most machines, a share that streams only slows them.
 
     In backward gradients come a layer at a time and have little room to wait in, so that backward stands still while
-    link or cores are behind: there only half of what could hide counts as hidden (cores that were busy for 0.92 of a
-    backward made it a third longer, benchmarks/results/2026-11-17-h200/streamed).
+    link or cores are behind: there only half of what could hide counts as hidden. Cores that had all of it to fill were
+    0.25 s behind at its end (benchmarks/results/2026-11-17-h200/streamed/six_layers.txt).
     """
     copies, hidden = (1, hidden_seconds / 2) if in_backward else (2, hidden_seconds)
     best, least = 0.0, math.inf
