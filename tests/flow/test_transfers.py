@@ -173,6 +173,21 @@ def test_an_error_in_one_that_waited_stops_no_other(transfers):
     assert fine.exception(timeout=60) is None
 
 
+@pytest.mark.parametrize("asked", ["wait_on_host", "ready"])
+def test_an_error_of_the_device_reaches_those_that_wait_and_the_next_ones_go(transfers, asked):
+    for _ in range(4):
+        ask(transfers, 0)
+
+    def fault():
+        raise RuntimeError("unspecified launch failure")
+
+    setattr(transfers._lane.marks[0 if asked == "wait_on_host" else 1], asked, fault)
+    waiting = ask(transfers, 1)[1]
+    transfers._lane.marks[0].go()
+    assert "launch failure" in str(waiting.exception(timeout=60))
+    assert ask(transfers, 1)[1].exception(timeout=60) is None, "nobody believes that somebody is still pumping"
+
+
 def test_the_model_waits_for_what_is_copied_for_it(transfers):
     @contextmanager
     def noted():

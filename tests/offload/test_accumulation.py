@@ -1,5 +1,6 @@
 """Gradients of micro-batches add up in fp32 and are rounded once: the error does not grow with their number."""
 
+import functools
 import importlib.util
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,6 +11,8 @@ from small_net import HOMES, assert_same, offload
 from torch import nn
 
 from penstock.offload.adamw import OffloadAdamW
+from penstock.offload.step import Step
+from penstock.offload.trained import TrainedUnit
 
 spec = importlib.util.spec_from_file_location("fp64_error", Path(__file__).parents[2] / "benchmarks/fp64_error.py")
 fp64_error = importlib.util.module_from_spec(spec)
@@ -126,3 +129,58 @@ def test_no_further_from_fp64_than_torch(dtype, micro_batches, lr, decay, monkey
     assert ours <= 1.01 * theirs
     if decay and dtype is torch.float32:
         assert ours < 0.5 * theirs, "decay is not rounded away"
+
+
+@pytest.mark.parametrize("order", ["layers", "rows"])
+def test_sums_of_units_that_stream_take_the_place_of_those_before(order):
+    parameters = [nn.Parameter(torch.zeros(50, 31, dtype=torch.bfloat16)) for _ in range(2)]
+    units = [TrainedUnit(nn.Module(), (index,)) for index in range(2)]
+    step, parts, places = Step(streamed=frozenset({0, 1})), given(4), []
+
+    def hold(index):
+        for gradient in parts[:-1]:
+            parameters[index].grad = gradient.clone()
+            step.hold(index, parameters[index])
+        places.append(step.sums[index].data_ptr())
+
+    if order == "rows":
+        hold(0), hold(1)
+    for index, parameter in enumerate(parameters):
+        if order == "layers":
+            hold(index)
+        parameter.grad = parts[-1].clone()
+        step.release(index, parameter, units[index])
+        in_fp32 = functools.reduce(lambda total, part: total + part.float(), parts[1:], parts[0].float())
+        assert torch.equal(parameter.grad, in_fp32.bfloat16())
+        if order == "rows" and not index:
+            assert not step.spare, "none will come that wants it"
+    assert len(set(places)) == (1 if order == "layers" else 2)
+
+
+def test_what_backward_still_wants_is_not_written_to():
+    """A parameter that is added shares its gradient's memory with what goes on to those before it."""
+
+    class Added(nn.Module):
+        def __init__(self):
+            super().__init__()
+            generator = torch.Generator().manual_seed(0)
+            self.linear = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
+            self.linear.weight.data.copy_(torch.randn(8, 8, generator=generator))
+            self.added = nn.Parameter(torch.randn(4, 8, generator=generator).bfloat16())
+
+        def forward(self, x):
+            return self.linear(x) + self.added.unsqueeze(0)
+
+    x, out = (torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (1, 2))
+    model = Added()
+    model(x).backward(out)
+    once = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    optimizer = OffloadAdamW(model, lr=0.0, homes="gpu", update="after-norm")
+    with optimizer.accumulate():
+        model(x).backward(out)
+    model(x).backward(out)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, 2 * once[name]), name
+    optimizer.zero_grad()
+    optimizer.close()

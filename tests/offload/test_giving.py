@@ -94,3 +94,15 @@ def test_an_error_is_told_once_to_whoever_waits_for_the_unit(home):
     with pytest.raises(ZeroDivisionError):
         giver.give([update_of(2, "bad")], sent=False, ahead=False)
     giver.close()
+
+
+def test_an_error_is_told_of_when_those_given_before_it_have_ended(home):
+    home.let.set()
+    giver, before = giver_of(home), Future()
+    home.update = lambda update: before if update.chunk is CHUNKS[0] else Home.update(home, update)
+    given = giver.give([update_of(0), update_of(1, "bad")], sent=True, ahead=True)
+    with pytest.raises(TimeoutError):
+        given.exception(0.2)
+    before.set_result(Mark())
+    assert isinstance(given.exception(20), ZeroDivisionError)
+    giver.close()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import operator
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -209,8 +212,11 @@ class _LayerPeaks:
     def __init__(self, packed: PackedModel, *, several: bool) -> None:
         """`several`: micro-batches go through a layer, so that there are sums."""
         self._device = packed.device
-        layer = max(sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in packed.decoder.layers)
-        self._beside = ((UNIT_SLOTS - 1) + (2 if several else 0)) * layer
+        trained = [[p for p in layer.parameters() if p.requires_grad] for layer in packed.decoder.layers]
+        layer = max(sum(p.nbytes for p in parameters) for parameters in trained)
+        shapes = functools.reduce(operator.or_, (Counter(p.shape for p in parameters) for parameters in trained))
+        sums = sum(4 * math.prod(shape) * count for shape, count in shapes.items())  # one takes the place of another
+        self._beside = (UNIT_SLOTS - 1) * layer + (sums if several else 0)
         self._before = self._first = 0
 
     def of(self, run: Callable[..., Tensor]) -> int:

@@ -8,6 +8,7 @@ Tests put one in its place that keeps vector clocks, and sees every wait that is
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -70,6 +71,23 @@ class Lane:
         """Keep the allocator from handing out `tensor`'s memory while this lane still works with it."""
         if self._stream is not None and tensor.is_cuda:
             tensor.record_stream(self._stream)
+
+
+class Instant:
+    """When the device came to a point of the calling thread's stream; known once it has."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._time, self._event = time.perf_counter(), None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def since(self, before: Instant) -> float:
+        """Seconds from one to the other, both of the same device."""
+        if self._event is None or before._event is None:
+            return self._time - before._time
+        milliseconds: float = before._event.elapsed_time(self._event)
+        return milliseconds / 1e3
 
 
 class ToHost:

@@ -143,14 +143,15 @@ class Transfers:
             try:
                 if first is not None:
                     first.wait_on_host()
+                with self._lock:
+                    self._begin_those_with_room()
+                    if not self._waiting:
+                        self._pumping = False
+                        return
+                    first = self._under_way[0][0]
             except BaseException as error:  # of the device: nobody must wait for what will never begin
+                first = None
                 self._give_up(error)
-            with self._lock:
-                self._begin_those_with_room()
-                if not self._waiting:
-                    self._pumping = False
-                    return
-                first = self._under_way[0][0]
 
     def _give_up(self, error: BaseException) -> None:
         with self._lock:

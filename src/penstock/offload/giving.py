@@ -40,12 +40,17 @@ class Giver:
         return self._last
 
     def _give(self, updates: Sequence[Update], *, sent: bool) -> list[Future[Mark]]:
-        made = []
-        for update in updates:
-            home = self._home_of[update.chunk]
-            if update.gradient is not None and not sent:
-                home.gradient_final(update.chunk, update.gradient, update.ready)
-            made.append(home.update(update))
+        made: list[Future[Mark]] = []
+        try:
+            for update in updates:
+                home = self._home_of[update.chunk]
+                if update.gradient is not None and not sent:
+                    home.gradient_final(update.chunk, update.gradient, update.ready)
+                made.append(home.update(update))
+        except BaseException:
+            for one in made:
+                one.exception()  # waits: whoever is told of the error may read weights that these still write
+            raise
         return made
 
     def close(self) -> None:

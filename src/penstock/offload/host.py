@@ -67,7 +67,7 @@ class HostHome:
         self._idle_since = 0.0
         self._masters_first = masters_first and self._rule.in_stages and self._streams.separate_memory
         self._owed: list[tuple[Update, Future[None]]] = []  # masters of this step, and when they are updated
-        self._late: list[Future[bool]] = []  # moments of the last one
+        self._late: list[Future[bool]] = []  # moments that may still fail
 
     def sends_down(self, chunk: Chunk) -> bool:
         """Wherever device and host have memories of their own."""
@@ -95,7 +95,7 @@ class HostHome:
 
     def end_step(self) -> None:
         """Queue the moments, in the order in which backward brings the next gradients."""
-        self._late.clear()
+        self._late = [moments for moments in self._late if not moments.done() or moments.exception()]
         while self._owed:
             update, master = self._owed.pop()
             given = self._order.submit(self._begin_moments, update, master)

@@ -135,7 +135,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._norm.clear()
         if self._trained.replicated and self._fresh:  # DistributedDataParallel has sent out the weights of one rank
             self._housing.start_from()
-        return Step(late=self._trained.replicated)
+        return Step(late=self._trained.replicated, streamed=self._trained.streamed)
 
     @torch.no_grad()
     def _gradient_came(self, index: int) -> None:
@@ -145,7 +145,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if step.late:
             return
         if final:
-            step.release(index, self._parameters[index])
+            step.release(index, self._parameters[index], unit)
             self._gradient_final(step, index, unit)
         elif self._sums_in_fp32:
             step.hold(index, self._parameters[index])
@@ -236,7 +236,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for index in unit.parameters:
             step, parameter = self._step, self._parameters[index]
             if step is not None:
-                step.release(index, parameter)
+                step.release(index, parameter, unit)
             if parameter.grad is not None and (step is None or index not in step.seen):
                 self._step = step = step or self._begin()
                 self._gradient_final(step, index, unit)
@@ -389,7 +389,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self.synchronize()
         finally:  # an error there is the caller's, but nothing is held back because of it
             self._is_closed()
-            self._prefetcher = None
+            self._prefetcher = self._step = None
             for unit in self._units:
                 unit.updates = Updates()
             for hook in self._hooks:
