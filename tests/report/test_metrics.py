@@ -5,10 +5,12 @@ import pytest
 import torch
 
 from penstock.engine import StepResult
-from penstock.flow.lanes import Mark, ToHost
+from penstock.flow.lanes import Instant, Mark, ToHost
 from penstock.model.flops import Flops
 from penstock.report.metrics import Metrics, StepFacts
 from penstock.run.train import mean_rate
+
+CPU = torch.device("cpu")
 
 
 class NotYet(Mark):
@@ -18,13 +20,22 @@ class NotYet(Mark):
         return False
 
 
-def result(loss, mark):
-    return StepResult(ToHost(torch.tensor([loss, 2.0, 0.0]), mark))
+class At(Instant):
+    """A step that ended at such a second."""
+
+    def __init__(self, second):
+        super().__init__(CPU)
+        self._time = second
+
+
+def result(loss, mark, ended=None):
+    ended = ended or Instant(CPU)
+    return StepResult(ToHost(torch.tensor([loss, 2.0, 0.0]), mark), ended)
 
 
 def test_a_row_is_read_when_it_is_ready_or_when_the_next_step_is_there(tmp_path):
     seen = []
-    metrics = Metrics(tmp_path, on_row=seen.append)
+    metrics = Metrics(tmp_path, device=CPU, on_row=seen.append)
     metrics.add(StepFacts(1, 1e-5, 100, 50), result(3.0, NotYet()))
     assert seen == []
     metrics.add(StepFacts(2, 1e-5, 100, 50), result(2.0, NotYet()))
@@ -38,15 +49,43 @@ def test_a_row_is_read_when_it_is_ready_or_when_the_next_step_is_there(tmp_path)
     assert all(row["step_seconds"] > 0 for row in rows)
 
 
+def test_steps_that_are_read_at_once_took_what_they_took(tmp_path, monkeypatch):
+    metrics = Metrics(tmp_path, device=CPU, on_row=lambda row: None)
+    monkeypatch.setattr("penstock.report.metrics.Instant", lambda device: At(9.0))
+    metrics.start_clock()
+    metrics.add(StepFacts(1, 1e-5, 100, 50), result(3.0, NotYet(), At(10.0)))
+    metrics.add(StepFacts(2, 1e-5, 100, 50), result(2.0, Mark(), At(10.25)))
+    assert len(metrics.rows) == 2, "both were read when the second came"
+    metrics.add(StepFacts(3, 1e-5, 100, 50), result(1.0, Mark(), At(10.75)))
+    assert [row.step_seconds for row in metrics.rows] == [1.0, 0.25, 0.5]
+    assert [row.tokens_per_s for row in metrics.rows] == [100, 400, 200]
+    monkeypatch.setattr("penstock.report.metrics.Instant", lambda device: At(20.0))
+    metrics.start_clock()
+    metrics.add(StepFacts(4, 1e-5, 100, 50), result(1.0, Mark(), At(20.5)))
+    assert metrics.rows[3].step_seconds == 0.5, "what came between, such as an evaluation, is of no step"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
+def test_on_a_gpu_the_device_says_how_long_a_step_took():
+    device = torch.device("cuda")
+    torch.cuda._sleep(1000)
+    before = Instant(device)
+    torch.cuda._sleep(20_000_000)
+    after = Instant(device)
+    torch.cuda.synchronize()
+    assert 2e-3 < after.since(before) < 1
+
+
 def test_rows_come_back_and_the_files_begin_with_them(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    first = Metrics(tmp_path / "one", on_row=lambda row: None, flops=Flops(2e9, 3e9))
+    first = Metrics(tmp_path / "one", device=CPU, on_row=lambda row: None, flops=Flops(2e9, 3e9))
     for step, loss in enumerate([3.0, float("nan"), 0.1 + 0.2], start=1):
         first.add(StepFacts(step, 1e-5, 100, 50), result(loss, Mark()))
     first.add_eval(3, 1 / 3)
     saved = json.loads(json.dumps(first.saved()))
-    second = Metrics(tmp_path / "two", on_row=lambda row: pytest.fail("not a new row"))
+    second = Metrics(tmp_path / "two", device=CPU, on_row=lambda row: pytest.fail("not a new row"))
     second.restore(saved)
     for name in ("metrics.jsonl", "eval.jsonl"):
         assert (tmp_path / "two" / name).read_text() == (tmp_path / "one" / name).read_text()
@@ -56,7 +95,7 @@ def test_rows_come_back_and_the_files_begin_with_them(tmp_path):
 
 
 def test_a_row_has_the_rates_of_its_step(tmp_path):
-    metrics = Metrics(tmp_path, on_row=lambda row: None, flops=Flops(2e9, 3e9))
+    metrics = Metrics(tmp_path, device=CPU, on_row=lambda row: None, flops=Flops(2e9, 3e9))
     metrics.add(StepFacts(1, 1e-5, 100, 50), result(3.0, Mark()))
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert row["tokens_per_s"] == pytest.approx(100 / row["step_seconds"])
@@ -67,7 +106,7 @@ def test_a_row_has_the_rates_of_its_step(tmp_path):
 def test_rows_of_earlier_versions_have_no_rates_and_are_read(tmp_path):
     old = {"step": 1, "loss": 3.0, "lr": 1e-5, "grad_norm": 2.0, "tokens": 100, "trained_tokens": 50,
            "step_seconds": 0.5, "skipped": False}  # fmt: skip
-    metrics = Metrics(tmp_path, on_row=lambda row: None, flops=Flops(2e9))
+    metrics = Metrics(tmp_path, device=CPU, on_row=lambda row: None, flops=Flops(2e9))
     metrics.restore({"steps": [old], "evals": []})
     metrics.add(StepFacts(2, 1e-5, 100, 50), result(3.0, Mark()))
     first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())

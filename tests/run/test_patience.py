@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from penstock.errors import RecipeError
@@ -110,7 +111,7 @@ def test_a_run_that_ended_early_has_nothing_left_to_do(whole, tmp_path):
 
 
 def test_losses_that_are_not_finite_are_never_the_best(tmp_path):
-    metrics = Metrics(tmp_path, on_row=print, write=False)
+    metrics = Metrics(tmp_path, on_row=print, device=torch.device("cpu"), write=False)
     for step, loss in enumerate([float("nan"), 2.0, 1.0, float("inf"), 1.0], start=1):
         metrics.add_eval(step, loss)
     assert metrics.best == EvalRow(3, 1.0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
-from penstock.flow.lanes import ToHost
+from penstock.flow.lanes import Instant, ToHost
 from penstock.flow.timeline import Span
 from penstock.flow.transfers import link_of
 from penstock.offload.saved_tensors import SavedTensor
@@ -23,12 +23,15 @@ class StepResult:
 
     values: ToHost
     """Loss, norm, whether the step was skipped."""
+    ended: Instant
+    """When they were there."""
 
     @classmethod
     def of(cls, loss: Tensor, grad_norm: Tensor, skipped: Tensor) -> StepResult:
         """Start the numbers on their way."""
         values = torch.stack([loss.double(), grad_norm.double(), skipped.double()])
-        return cls(link_of(loss.device).streams.to_host(values))
+        ended = Instant(loss.device)
+        return cls(link_of(loss.device).streams.to_host(values), ended)
 
     @property
     def loss(self) -> float:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from penstock.checkpoint.resume import best_step
 from penstock.engine import StepResult
+from penstock.flow.lanes import Instant
 from penstock.model.flops import Flops
 
 
@@ -106,6 +108,7 @@ class Metrics:
         on_row: Callable[[StepRow], None],
         on_eval: Callable[[EvalRow], None] = lambda row: None,
         *,
+        device: torch.device,
         flops: Flops = Flops(),  # noqa: B008  # it is frozen
         write: bool = True,
     ) -> None:
@@ -115,11 +118,12 @@ class Metrics:
         self.evals: list[EvalRow] = []
         self._run_dir, self._on_row, self._on_eval, self._write = run_dir, on_row, on_eval, write
         self._pending: list[tuple[StepFacts, StepResult]] = []
-        self._clock = time.perf_counter()
+        self._device = device
+        self.start_clock()
 
     def start_clock(self) -> None:
-        """The next step is timed from here."""
-        self._clock = time.perf_counter()
+        """The next step is timed from here, where the device has nothing left to do."""
+        self._before = Instant(self._device)
 
     def add(self, facts: StepFacts, result: StepResult) -> None:
         """A step was enqueued."""
@@ -165,8 +169,8 @@ class Metrics:
     def _settle(self) -> None:
         facts, result = self._pending.pop(0)
         loss, grad_norm, skipped = result.loss, result.grad_norm, result.skipped
-        seconds = time.perf_counter() - self._clock
-        self.start_clock()
+        # Not from reading to reading: while the host is not ahead, two steps may be read at once.
+        seconds, self._before = result.ended.since(self._before), result.ended
         rate = facts.tokens / seconds
         row = StepRow(
             **dataclasses.asdict(facts),
