@@ -131,9 +131,23 @@ def test_figures_of_streamed_weights_and_fp8_are_those_of_the_results():
     pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/small-gpus.md"))
     shown = re.compile(r"weights streamed \(|fp8 products|^\| [\w-]+ \| \d+ \| ")
     lines = [line for line in pages.splitlines() if shown.search(line)]
-    assert len(lines) == 9
+    assert len(lines) == 12
     for line in lines:
         assert tuple(cell.strip() for cell in line.strip(" |").split("|"))[-3:] in measured, line
+
+
+def test_the_plans_that_a_page_shows_are_those_that_are_made(capsys):
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    commands = {"qwen3-14b": "qwen3-14b --gpu h200", "llama-8b": "llama-8b --gpu h200 --gpu-memory 24GB --batch-size 8"}
+    shown = [block for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if " on 1 x h200 " in block]
+    assert len(shown) == 2
+    for block in shown:
+        command = commands[block.split()[0]]
+        assert f"penstock plan {command} " in page
+        assert cli.main(["plan", *command.split()]) == 0
+        made = capsys.readouterr().out.splitlines()
+        missing = [line for line in block.splitlines() if line not in made and line != "..."]
+        assert not missing, command
 
 
 def test_no_page_knows_the_machine_it_was_written_on():

@@ -61,7 +61,7 @@ def test_what_others_are_known_to_have_taken_does_not_count(card):
 
 
 def test_less_than_the_context_is_refused(card):
-    with pytest.raises(RecipeError, match=r"context alone takes 0\.9 GB"):
+    with pytest.raises(RecipeError, match=r"context alone takes 1\.1 GB"):
         limit_gpu(CUDA, "0.5GB")
 
 

@@ -173,6 +173,25 @@ def test_whole_steps_in_24_gb_as_measured(architecture, rows, micro, states, ste
     assert plan.peak_bytes("host") == pytest.approx(host_gb * 1e9, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("preset", "layers", "rows", "micro", "limit_gb", "step_s", "gpu_gb", "host_gb"),
+    [
+        ("llama-70b", 16, 4, 1, 80, 3.388, 27.38, 91.4),
+        ("qwen3-30b-a3b", 24, 8, 2, 24, 2.774, 15.64, 97.9),
+    ],
+)
+def test_some_layers_of_large_models_as_measured(preset, layers, rows, micro, limit_gb, step_s, gpu_gb, host_gb):
+    """8-bit moments, not clipped: benchmarks/results/2026-11-17-h200/streamed."""
+    some = replace(ARCHITECTURES[PRESETS[preset].model], layers=layers)
+    settings = streamed(some, micro, inputs="parked", states="int8")
+    job = Job(some, rows, 4096, compiled=True, clip=False)
+    plan = predict(job, settings, replace(H200, gpu_bytes=limit_gb * 10**9))
+    assert plan.fits
+    assert plan.peak_bytes("gpu") == pytest.approx(gpu_gb * 1e9, rel=0.05)
+    assert plan.peak_bytes("host") == pytest.approx(host_gb * 1e9, rel=0.05)
+    assert plan.seconds.step == pytest.approx(step_s, rel=0.15)
+
+
 def test_sums_of_micro_batches_and_the_last_update_take_time():
     """16 layers of llama-70b, 4 x 4096 tokens: forward and backward took 3.109 s in 4 micro-batches on the H200."""
     some = replace(LLAMA_70B, layers=16)

@@ -207,7 +207,8 @@ def headline(plan: Plan) -> str:
     recompute = "no recompute" if settings.recompute == "none" else f"recompute {settings.recompute}"
     if settings.by_layer:
         layers, inputs = plan.job.architecture.layers, f"inputs {settings.inputs}"
-        recompute = f"{settings.streamed} of {layers} layers stream, order {settings.order}, {inputs}"
+        weights = f"{settings.streamed} of {layers} layers stream" if settings.streamed else "weights resident"
+        recompute = f"{weights}, order {settings.order}, {inputs}"
         recompute += f", tiles of {settings.tile:,} tokens" if settings.tile else ""
     exact = "exact fp32 state" if settings.states == "fp32" else f"{settings.states} moments"
     clip = "clipped" if plan.job.clip else "not clipped"

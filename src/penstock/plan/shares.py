@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.machine.known import Machine
-from penstock.plan.by_layer import Homes, LayerStep, LayerTraffic, named_layers, split_layers
+from penstock.plan.by_layer import LEAVING, Homes, LayerStep, LayerTraffic, named_layers, split_layers
 from penstock.plan.job import Job
 from penstock.plan.layout import (
     DEFAULT_CHUNK,
@@ -81,6 +81,9 @@ def room_for_layers(job: Job, step: LayerStep, format: StateFormat, room: Room) 
     if job.overlap and homes.get("stream"):
         room = room.less(staging_bytes(step, format.bytes_per_element(b)))
     over = 0.0 if homes or not job.overlap else min(DEFAULT_CHUNK, params) * format.bytes_per_element(b)
+    if step.streamed:  # the engine has room for gradients of more layers on their way than are seen there
+        in_backward = job.in_backward
+        room = room.less((UNIT_SLOTS - 1 + in_backward - LEAVING[in_backward]) * unit)
     return room.less(over, 2 * over)
 
 
