@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import platform
 import signal
 import socket
 import subprocess
@@ -29,7 +28,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 hypothesis.settings.register_profile("house", deadline=None)  # a busy machine is slow, not wrong
 hypothesis.settings.load_profile("house")
 RANKS = Path(__file__).parent / "ranks"
-# For rank_jobs.py, small_net.py and golden.py: pytest's importlib mode does not do it.
+# For rank_jobs.py, quick_products.py, small_net.py and golden.py: pytest's importlib mode does not do it.
 sys.path[:0] = [str(RANKS), str(Path(__file__).parent / "offload")]
 
 
@@ -44,8 +43,9 @@ def pytest_configure(config):
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, and runs its kernels on the CPU
     if is_worker:
         torch.set_num_threads(1)
-    if platform.machine() == "aarch64":  # a product of tiny matrices takes 0.6 ms with oneDNN and 0.01 without
-        torch.backends.mkldnn.set_flags(False)
+    from quick_products import use_quick_products
+
+    use_quick_products()
 
 
 def pytest_collection_finish():
@@ -79,6 +79,15 @@ def private_cache(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(shared / "compiled")
+
+
+@pytest.fixture
+def graphs_only(monkeypatch):
+    """Layers are compiled to graphs, which run as they are: no kernels are made of them, which takes longest."""
+    import torch
+
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compile_with(function, backend="aot_eager", **how))
 
 
 @pytest.fixture(scope="session")

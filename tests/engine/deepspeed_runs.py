@@ -120,9 +120,9 @@ def build(kind, recipe):
 
 def train(engine, batches, steps=STEPS, first=1):
     """Losses and norms; the learning rate is another in every step."""
-    results, trained = [], int(find_world().total(torch.tensor(sum(batch.num_trained for batch in batches))))
-    if isinstance(engine, NativeEngine):  # which every rank runs by itself
-        trained = sum(batch.num_trained for batch in batches)
+    results, trained = [], sum(batch.num_trained for batch in batches)
+    if not isinstance(engine, NativeEngine):  # which the first rank runs by itself
+        trained = int(find_world().total(torch.tensor(trained)))
     for step in range(first, first + steps):
         engine.begin(1e-2 * step / STEPS)
         for number, batch in enumerate(batches, start=1):
@@ -136,6 +136,8 @@ def compare(changes, directory):
     world, recipe = find_world(), recipe_of(changes, directory)
     found = {}
     for name, kind in (("ours", NativeEngine), ("theirs", DeepSpeedEngine)):
+        if name == "ours" and not world.first:
+            continue
         rank, ranks = (world.rank, world.size) if name == "theirs" else (0, 1)
         engine = build(kind, recipe)
         found[name] = train(engine, rows_of(rank, ranks, recipe))
@@ -146,8 +148,8 @@ def compare(changes, directory):
         found[f"{name}_memory"] = [dataclasses.asdict(use) for use in engine.memory()]
         engine.release()
         found[f"{name}_weights"] = [p.detach().float() for p in engine.model.parameters()]
-    ours, theirs = found.pop("ours_weights"), found.pop("theirs_weights")
     if world.first:
+        ours, theirs = found.pop("ours_weights"), found.pop("theirs_weights")
         start = [p.detach().float() for p in build(NativeEngine, recipe).model.parameters()]
         found["moved"] = max(float((p - q).abs().max()) for p, q in zip(ours, start, strict=True))
         apart = torch.cat([(p - q).abs().view(-1) for p, q in zip(ours, theirs, strict=True)]).sort().values
@@ -225,7 +227,7 @@ def broken_end(directory):
 
 
 def main(result):
-    directory = Path(f"{result}.files")
+    directory = Path(f"{result}.files-of-{find_world().rank}")  # which another rank writes nothing to
     directory.mkdir(exist_ok=True)
     with joined(find_world(), torch.device("cpu")):
         found = {name: compare(changes, directory) for name, changes in scenarios(find_world().size).items()}

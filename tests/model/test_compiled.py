@@ -59,6 +59,7 @@ def test_loss_and_gradients_are_those_of_the_plain_layers(name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("graphs_only")
 def test_layers_share_one_compilation_and_no_step_needs_another():
     model = tiny_model("llama")
     gradients(model, on=True)
@@ -89,6 +90,7 @@ def plain_and_compiled(model, device="cpu", compiled=True, recompute="none"):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("graphs_only")
 @pytest.mark.parametrize(("recompute", "graphs"), [("none", 1), ("selected", 1), ("full", 1), ("full:4", 2)])
 def test_layers_that_keep_products_share_one_compilation(monkeypatch, recompute, graphs):
     monkeypatch.setattr("penstock.model.compiled._in_one_piece", lambda layer: True)  # as on a GPU
@@ -99,6 +101,7 @@ def test_layers_that_keep_products_share_one_compilation(monkeypatch, recompute,
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("graphs_only")
 def test_compiled_layers_keep_less_when_products_that_widen_are_computed_again(monkeypatch):
     monkeypatch.setattr("penstock.model.compiled._in_one_piece", lambda layer: True)
 
@@ -137,6 +140,7 @@ def graphs_of(model, packings, device="cpu"):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("graphs_only")
 def test_a_new_packing_needs_no_new_compilation(monkeypatch):
     """With an operation in the place of flash attention, which a CPU has not."""
 
@@ -177,6 +181,7 @@ def test_gpu_layers_are_compiled_in_one_piece(name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("graphs_only")
 def test_a_compiled_layer_waits_for_its_update():
     """`module.compile()` would trace the waiting hook away, and forward would read weights that are being written."""
 

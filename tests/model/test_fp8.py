@@ -222,6 +222,7 @@ def test_selected_keeps_narrow_products_and_scales_and_computes_wide_ones_again(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("graphs_only")
 @pytest.mark.parametrize("recompute", ["none", "selected", "full"])
 def test_compiled_layers_have_the_products_too(monkeypatch, recompute):
     monkeypatch.setattr("penstock.model.compiled._in_one_piece", lambda layer: True)  # as on a GPU

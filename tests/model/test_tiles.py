@@ -76,6 +76,7 @@ def test_of_any_length(tile, rows):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("graphs_only")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "qwen3_moe"])
 def test_compiled(name):
     """Both parts of the layer; layers of one kind share what is compiled, and nothing is compiled again."""

@@ -8,13 +8,13 @@ Where ranks share a GPU each is a fresh process: CUDA, which imports begin, does
 import gc
 import json
 import os
-import platform
 import signal
 import sys
 import time
 import traceback
 
 import torch
+from quick_products import use_quick_products
 
 
 def child(request, rank):
@@ -24,7 +24,7 @@ def child(request, rank):
     code = 99
     try:
         torch.set_num_threads(1)
-        torch.backends.mkldnn.set_flags(platform.machine() != "aarch64")  # as in conftest.py
+        use_quick_products()
         ranks = str(request["ranks"])
         os.environ.update(RANK=str(rank), WORLD_SIZE=ranks, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=ranks)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(request["port"]), GLOO_SOCKET_IFNAME="lo")

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from penstock.bench.peers import Peer
 from penstock.bench.timing import median_seconds
+from penstock.engine.deepspeed_start import without_shared_memory
 from penstock.engine.weights import load_to_stream
 from penstock.machine.gpu_memory import limit_gpu, most_driver_bytes
 from penstock.machine.hardware import pick_device
@@ -114,6 +115,7 @@ def _deepspeed(model: PreTrainedModel, recipe: Recipe, peer: Peer) -> Step:
     import deepspeed  # type: ignore[import-not-found, unused-ignore]
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found, unused-ignore]
 
+    without_shared_memory(deepspeed)
     config = deepspeed_config(recipe, peer)
     if peer.offload_params:
         # Parameter by parameter into pinned memory: `initialize` would put the whole model on the GPU first.

@@ -70,8 +70,14 @@ def start_deepspeed(device: torch.device, world: World) -> Any:
             what = f"DeepSpeed has settled on {found}, and the run is on {device.type}"
             remedy = f"Set the environment variable DS_ACCELERATOR={device.type}."
             raise RecipeError(what, where="environment", remedy=remedy)
+        without_shared_memory(deepspeed)
         deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False)
     return deepspeed
+
+
+def without_shared_memory(deepspeed: Any) -> None:
+    """Do not let it compile for a minute, on a CPU, an all-reduce that inference alone uses."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def load_device(recipe: Recipe, device: torch.device, world: World) -> torch.device:
