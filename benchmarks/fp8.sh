@@ -3,7 +3,10 @@
 # Needs what `benchmarks/h200.sh` without a job sets up. Each job has its own time limit; results go to $OUT.
 #   tests      what is marked gpu of the tests of fp8        two        two layers of llama-8b, compiled: does it run
 #   llama      llama-8b 4 x 4096, clipped, all KINDS         qwen       qwen3-14b 4 x 4096, clipped and not, all KINDS
-#   gradients  relative error by layer, llama-8b's shapes    quality    MODEL, 200 steps, three seeds: demo data and DATA
+#   gradients  relative error by layer: one and all of llama-8b's layers with random weights, then MODEL on DATA
+#   layers     what each layer of MODEL in fp8 adds to its loss on DATA
+#   quality    MODEL, 200 steps, three seeds: demo data and DATA
+# MODEL may be a GGUF file, which is unpacked once.
 set -u
 cd "$(dirname "$0")/.."
 : "${MODEL:=demo}" "${DATA:=}" "${KINDS:=bf16 fp8}"
@@ -17,6 +20,21 @@ measure() {  # NAME SECONDS RECIPE FLAGS...
   grep -E "fp8: |of the floor|error|Error|matrix product" "$OUT/$name-$matmul.log" | tail -n 8 | cut -c1-220
 }
 
+unpacked() {  # MODEL as a directory, which loads in a second where a GGUF file takes twenty
+  local place=build/unpacked/$(basename "$MODEL" .gguf)
+  case $MODEL in *.gguf) ;; *) echo "$MODEL"; return ;; esac
+  [ -d "$place" ] || python3 - "$MODEL" "$place" >&2 <<'PYTHON'
+import dataclasses, sys, torch
+from penstock.model.load import load_config, load_model, load_tokenizer
+from penstock.recipe.presets import PRESETS
+
+recipe = dataclasses.replace(PRESETS["smollm2-135m"], model=sys.argv[1], dtype="fp32")
+load_model(recipe, load_config(recipe), torch.device("cpu"), print).save_pretrained(sys.argv[2])
+load_tokenizer(recipe).save_pretrained(sys.argv[2])
+PYTHON
+  echo "$place"
+}
+
 for job in "$@"; do
   case $job in
     tests) timeout 200 python3 -m pytest -q -m gpu -p no:cacheprovider tests/model/test_fp8.py tests/engine/test_fp8.py > "$OUT/fp8-tests.log" 2>&1
@@ -27,13 +45,21 @@ for job in "$@"; do
         measure llama 200 llama-8b --updates after-norm --matmul $matmul --steps 8
       done ;;
     qwen) for matmul in $KINDS; do measure qwen 280 qwen3-14b --matmul $matmul --steps 5; done ;;
-    gradients) timeout 280 python3 benchmarks/fp8_quality.py gradients "$OUT" preset=llama-8b batch_size=1 max_length=4096 > "$OUT/fp8-gradients.log" 2>&1
-      echo "gradients: exit $?"; tail -n 36 "$OUT/fp8-gradients.log" ;;
+    gradients)
+      for work in "preset=llama-8b init=random shape=num_hidden_layers=1 max_length=4096" "preset=llama-8b init=random max_length=4096" \
+        "preset=smollm2-135m model=$(unpacked) data=${DATA:-demo} max_length=2048"; do
+        timeout 200 python3 benchmarks/fp8_quality.py gradients "$OUT" $work batch_size=1 > "$OUT/fp8-gradients.log" 2>&1
+        echo "gradients: exit $?"; grep -E "^layer|loss|rror" "$OUT/fp8-gradients.log" | cut -c1-200 | sed -n '1,4p;$p'
+      done ;;
+    layers) timeout 100 python3 benchmarks/fp8_quality.py layers "$OUT" preset=smollm2-135m "model=$(unpacked)" "data=${DATA:-demo}" \
+      batch_size=8 micro_batch_size=8 max_length=2048 > "$OUT/fp8-layers.log" 2>&1
+      echo "layers: exit $?"; tail -n 5 "$OUT/fp8-layers.log" ;;
     quality) # seeds side by side: such a model leaves most of the GPU to others
+      model=$(unpacked)
       for seed in 1 2 3; do
         for data in demo $DATA; do
-          timeout 500 python3 benchmarks/fp8_quality.py train "$OUT/seed-$seed" --seeds $seed preset=smollm2-135m "model=$MODEL" "data=$data" \
-            batch_size=4 max_length=512 data_percent=100 validation=0.1 epochs=100 max_steps=200 eval_every=25 prompt=null
+          timeout 500 python3 benchmarks/fp8_quality.py train "$OUT/seed-$seed" --seeds $seed preset=smollm2-135m "model=$model" "data=$data" \
+            batch_size=4 micro_batch_size=4 max_length=512 data_percent=100 validation=0.1 epochs=100 max_steps=200 eval_every=25 prompt=null
         done > "$OUT/fp8-quality-$seed.log" 2>&1 &
       done
       wait

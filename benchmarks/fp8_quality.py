@@ -2,13 +2,16 @@
 
     python benchmarks/fp8_quality.py train DIR --seeds 1,2,3 [field=value ...]   adds to DIR/fp8_quality.jsonl
     python benchmarks/fp8_quality.py gradients DIR [field=value ...]             adds to DIR/fp8_gradients.jsonl
+    python benchmarks/fp8_quality.py layers DIR [field=value ...]                adds to DIR/fp8_layers.jsonl
     python benchmarks/fp8_quality.py plot DIR                                    DIR/fp8_quality.svg and .txt
 
 Fields are those of a recipe; without any, the demo. `train` makes `max_steps` steps with bf16 and with fp8 products for
 each seed, which orders the data, and evaluates on some rows of it, the same for all seeds (`validation` is their
 share). What counts is the difference between the two beside the spread between seeds. A line is written as soon as a
-run ends; what a file has is not run again. `gradients` makes one backward of random weights with each and compares the
-gradient of every weight, layer by layer. On a CPU fp8 is emulated, and the rows say so. Needs matplotlib to plot.
+run ends; what a file has is not run again. `gradients` makes one backward with each and compares the gradient of every
+weight, layer by layer, with those of fp32; `init=random` is a model of random weights and tokens. `layers` computes the
+loss of a pretrained model with the products of one layer after the other left in bf16: which of them should be? On a
+CPU fp8 is emulated, and the rows say so. Needs matplotlib to plot.
 """
 
 import argparse
@@ -23,10 +26,12 @@ from pathlib import Path
 import torch
 import yaml
 
+from penstock.data.loader import MicroBatch
 from penstock.engine.packed import PackedModel
 from penstock.engine.trial import full_batch
 from penstock.machine.hardware import describe, pick_device, pick_dtype
-from penstock.model.load import load_config, load_model
+from penstock.model.load import load_config, load_model, load_tokenizer
+from penstock.model.matmul import set_matmul
 from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import Recipe, to_dict, with_values
 from penstock.report.console import Console
@@ -64,11 +69,15 @@ def about(recipe: Recipe, device: torch.device) -> dict:
     }
 
 
-def parted(recipe: Recipe, place: Path) -> Recipe:
-    """The rows of a JSON or JSONL file in two: what is evaluated on must not depend on the seed."""
+def rows_of(recipe: Recipe) -> list[dict]:
     demo = Path(str(resources.files("penstock.demo") / "examples.jsonl"))
     text = (demo if recipe.data == "demo" else Path(recipe.data)).read_text(encoding="utf-8")
-    rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
+    return json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
+
+
+def parted(recipe: Recipe, place: Path) -> Recipe:
+    """The rows of a JSON or JSONL file in two: what is evaluated on must not depend on the seed."""
+    rows = rows_of(recipe)
     every = round(1 / recipe.validation)
     parts = {"eval": rows[::every], "train": [row for number, row in enumerate(rows) if number % every]}
     for name, part in parts.items():
@@ -129,34 +138,88 @@ def summary_of(rows: list[dict]) -> list[str]:
     return found
 
 
+def batch_of(recipe: Recipe, vocab_size: int) -> MicroBatch:
+    """Full rows: of the texts of a data file, one after another, if the recipe names one, else of random tokens."""
+    batch = full_batch(recipe.rows_at_once, recipe.max_length, vocab_size)
+    if recipe.init == "random":
+        return batch
+    texts = (" ".join(value for value in row.values() if isinstance(value, str)) for row in rows_of(recipe))
+    ids = torch.tensor(load_tokenizer(recipe)("\n\n".join(texts))["input_ids"][: batch.num_tokens])
+    ids = ids.repeat(-(-batch.num_tokens // len(ids)))[: batch.num_tokens].view(batch.input_ids.shape)
+    return dataclasses.replace(batch, input_ids=ids, targets=ids[:, 1:].flatten())
+
+
 def gradients(directory: Path, recipe: Recipe) -> None:
-    """Relative error of every weight's gradient, from the same weights and tokens; beside the error of bf16 itself."""
+    """Relative error of every weight's gradient with products in bf16 and in fp8, against all of it in fp32."""
     device = pick_device(recipe.device)
-    recipe = dataclasses.replace(recipe, init="random", dtype=pick_dtype(recipe.dtype, device), compile=False)
+    recipe = dataclasses.replace(recipe, dtype=pick_dtype(recipe.dtype, device), compile=False, recompute="full")
     config = load_config(recipe)
-    model = load_model(recipe, config, device, print)
-    batch = full_batch(recipe.rows_at_once, recipe.max_length, config.get_text_config().vocab_size)
+    batch = batch_of(recipe, config.get_text_config().vocab_size)
     found, losses = {}, {}
-    for matmul in MATMULS:
-        packed = PackedModel(model, dataclasses.replace(recipe, matmul=matmul), print)
-        model.zero_grad()
+    for kind in ("fp32", *MATMULS):
+        matmul, dtype = ("fp8" if kind == "fp8" else "bf16"), ("fp32" if kind == "fp32" else recipe.dtype)
+        one = dataclasses.replace(recipe, matmul=matmul, dtype=dtype)
+        if kind != "fp8":
+            # Weights that bf16 has: in fp32 they are the same, and only what is computed differs.
+            model = load_model(dataclasses.replace(one, dtype="bf16"), config, device, print)
+            model = model.float() if dtype == "fp32" else model
+        packed = PackedModel(model, one, print)
         loss = packed.loss_sum(batch) / batch.num_trained
         loss.backward()
-        losses[matmul] = loss.item()
-        # To the host: of an 8B model two sets of gradients and the activations would not fit beside it.
-        found[matmul] = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    errors = {}
-    for name, exact in found["bf16"].items():
-        size, ours = exact.double().norm(), found["fp8"][name].double()
-        cosine = (ours * exact.double()).sum() / (ours.norm() * size)
-        errors[name] = {"error": float((ours - exact.double()).norm() / size), "cosine": float(cosine)}
-    add(directory / "fp8_gradients.jsonl", {**about(recipe, device), "losses": losses, "gradients": errors})
-    print(f"loss {losses['bf16']:.5f} with bf16, {losses['fp8']:.5f} with fp8")
-    layers = [name for name in errors if ".layers." in name and name.endswith("proj.weight")]
-    for number in sorted({int(name.split(".layers.")[1].split(".")[0]) for name in layers}):
-        own = [errors[name]["error"] for name in layers if f".layers.{number}." in name]
-        print(f"layer {number}: relative error of gradients {statistics.mean(own):.4f}, largest {max(own):.4f}")
+        losses[kind] = loss.item()
+        # To the host: of an 8B model three sets of gradients would not fit beside it.
+        found[kind] = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+    errors = {name: {} for name in found["fp32"]}
+    for name, exact in found.pop("fp32").items():
+        exact = exact.to(device).double()
+        for kind in MATMULS:
+            ours = found[kind].pop(name).to(device).double()
+            cosine = (ours * exact).sum() / (ours.norm() * exact.norm())
+            errors[name][kind] = {"error": float((ours - exact).norm() / exact.norm()), "cosine": float(cosine)}
+    row = {**about(recipe, device), "layers": config.get_text_config().num_hidden_layers, "losses": losses}
+    add(directory / "fp8_gradients.jsonl", {**row, "gradients": errors})
+    print("\n".join(lines_of_errors({**row, "gradients": errors})))
+
+
+def lines_of_errors(row: dict) -> list[str]:
+    """By layer, the mean error of the gradients of its products."""
+    losses = ", ".join(f"{loss:.5f} with {kind}" for kind, loss in row["losses"].items())
+    found = [f"{row['model']}, {row['layers']} layers, init {row['init']}: loss {losses}"]
+    linears = [name for name in row["gradients"] if ".layers." in name and name.endswith("proj.weight")]
+    for number in sorted({int(name.split(".layers.")[1].split(".")[0]) for name in linears}):
+        own = [row["gradients"][name] for name in linears if f".layers.{number}." in name]
+        means = {kind: statistics.mean(one[kind]["error"] for one in own) for kind in MATMULS}
+        cosine = statistics.mean(one["fp8"]["cosine"] for one in own)
+        found.append(f"layer {number}: error bf16 {means['bf16']:.4f}, fp8 {means['fp8']:.4f} (cosine {cosine:.4f})")
+    return found
+
+
+@torch.no_grad()
+def sensitivity(directory: Path, recipe: Recipe) -> None:
+    """What each layer's products in fp8 add to the loss of a model that is trained: with and without that layer."""
+    device = pick_device(recipe.device)
+    recipe = dataclasses.replace(recipe, dtype=pick_dtype(recipe.dtype, device), compile=False, matmul="fp8")
+    config = load_config(recipe)
+    model, batch = load_model(recipe, config, device, print), batch_of(recipe, config.get_text_config().vocab_size)
+    packed = PackedModel(model, recipe, print)
+    layers = packed.decoder.layers
+
+    def loss_in_bf16_of(*numbers: int) -> float:
+        packed.compute_in("fp8")
+        set_matmul(model, [layers[number] for number in numbers], "bf16")
+        return packed.loss_sum(batch).item() / batch.num_trained
+
+    everything, count = loss_in_bf16_of(), len(layers)
+    none = loss_in_bf16_of(*range(count))
+    alone = [everything - loss_in_bf16_of(number) for number in range(count)]
+    ends = {k: everything - loss_in_bf16_of(*range(k), *range(count - k, count)) for k in (1, 2, 3)}
+    row = {**about(recipe, device), "bf16": none, "fp8": everything, "gained_by_layer": alone, "gained_by_ends": ends}
+    add(directory / "fp8_layers.jsonl", row)
+    print(f"{row['model']}, {batch.num_tokens} tokens: loss {none:.5f} with bf16, {everything:.5f} with fp8")
+    print("in bf16 one layer gains " + ", ".join(f"{number}: {gain:+.5f}" for number, gain in enumerate(alone)))
+    for k, gain in ends.items():
+        print(f"the first {k} and the last {k} together: {gain:+.5f} of {everything - none:+.5f}")
 
 
 def plot(directory: Path) -> None:
@@ -183,15 +246,15 @@ def plot(directory: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("job", choices=("train", "gradients", "plot"))
+    parser.add_argument("job", choices=("train", "gradients", "layers", "plot"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("fields", nargs="*", metavar="field=value")
     args = parser.parse_intermixed_args()
     if args.job == "plot":
         plot(args.directory)
-    elif args.job == "gradients":
-        gradients(args.directory, recipe_of(args.fields))
+    elif args.job != "train":
+        {"gradients": gradients, "layers": sensitivity}[args.job](args.directory, recipe_of(args.fields))
     else:
         quality(args.directory, [int(seed) for seed in args.seeds.split(",")], recipe_of(args.fields))
 

@@ -9,7 +9,7 @@ to=.gpu-wheels
 mkdir -p $to/data
 names=(
   tyro docstring_parser typeguard xxhash
-  hypothesis sortedcontainers pytest-timeout
+  hypothesis sortedcontainers pytest-timeout pytest-xdist execnet gguf
   torchao flashoptim
   einops hjson msgpack ninja py-cpuinfo pydantic pydantic_core annotated_types typing_inspection typing_extensions
 )
