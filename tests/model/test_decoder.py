@@ -127,3 +127,26 @@ def test_head_knows_what_the_model_does_to_its_logits(name, scale, softcap):
 
 def test_common_values_are_taken():
     assert find_decoder(tiny_model("llama")).head.weight.shape == (COMMON["vocab_size"], COMMON["hidden_size"])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma2", "gpt2"])
+def test_a_trial_of_the_ends_passes_two_layers_and_leaves_all(name):
+    model = tiny_model(name, **{"n_layer" if name == "gpt2" else "num_hidden_layers": 4})
+    decoder, batch, called = find_decoder(model), packed(), []
+    use_attention(model, "auto")
+    for index, layer in enumerate(decoder.layers):
+        layer.register_forward_hook(lambda *_, index=index: called.append(index))
+
+    def loss():
+        called.clear()
+        return packed_loss(
+            decoder, batch.input_ids, batch.position_ids, batch.segments, batch.target_index, batch.targets
+        )
+
+    before = loss()
+    with decoder.only_ends():
+        loss().backward()
+        assert called == [0, 3]
+    assert torch.equal(loss(), before)
+    assert called == [0, 1, 2, 3]
+    assert find_decoder(model).layers == decoder.layers

@@ -67,6 +67,13 @@ class _Watch:
         """The highest."""
         return max([self._last, *self._peaks.values()])
 
+    def peak_without_gradients(self) -> int:
+        """The highest, of a backward whose gradients stayed, as if none had but the one that comes."""
+        peak = came = 0
+        for parameter, until in self._peaks.items():
+            peak, came = max(peak, until - came), came + local(parameter).nbytes
+        return max(peak, self._last - came)
+
     def after(self, more: int = 0, sum_bytes: int = 0) -> dict[object, float]:
         """The highest from each gradient on, with so much more.
 
@@ -100,32 +107,34 @@ def try_once(
     vocab_size = packed.model.config.get_text_config().vocab_size
     batch = full_batch(recipe.rows_on(world.size), recipe.max_length, vocab_size)
     parameters = [p for p in packed.model.parameters() if p.requires_grad]
-    watch = _Watch(packed.device)
+    start_seconds = _warm_up(packed, recipe, batch, parameters)
+    watch, sharded = _Watch(packed.device), isinstance(packed.model, FSDPModule)
+    all_at_once, seconds = micro_batches == 1 and not manner.in_backward, None
     with _told(parameters, watch.came):
-        with _told(parameters, drop_gradient):
-            forward, backward, start_seconds = _time_passes(packed, recipe, batch, watch)
-        waiting = int(manner.sum_bytes(0, micro_batches))
-        activation_bytes, gradient_bytes = watch.peak(), sum(local(p).nbytes for p in parameters)
-        kept_bytes, bytes_after = activation_bytes + gradient_bytes, watch.after(gradient_bytes, waiting)
-        sharded = isinstance(packed.model, FSDPModule)
-        if micro_batches == 1 and not manner.in_backward:
-            bytes_after = {}
-            # Activations go while gradients come, so that it may fit where the sum of both does not. Ranks do not try:
-            # one that ran out of memory would leave the others waiting, as would one that does not go along.
-            if not sharded or all_say(kept_bytes < gpu_room(packed.device)[0], parameters[0]):
-                with suppress(torch.OutOfMemoryError):
-                    watch.start()
-                    packed.loss_sum(batch).backward()
-                    watch.stop()
-                    kept_bytes, bytes_after = watch.peak(), watch.after()
-                packed.model.zero_grad()
+        # Activations go while gradients come, so that it may fit where the sum of both does not. Ranks do not try: one
+        # that ran out of memory would leave the others waiting, as would one that does not go along.
+        if all_at_once and not sharded:
+            with suppress(torch.OutOfMemoryError):
+                seconds = _time_pass(packed, batch, watch)
+                activation_bytes, kept_bytes, bytes_after = watch.peak_without_gradients(), watch.peak(), watch.after()
+            packed.model.zero_grad()
+        if seconds is None:
+            with _told(parameters, drop_gradient):
+                seconds = _time_pass(packed, batch, watch)
+            gradient_bytes, waiting = sum(local(p).nbytes for p in parameters), manner.sum_bytes(0, micro_batches)
+            activation_bytes, kept_bytes = watch.peak(), watch.peak() + gradient_bytes
+            bytes_after = {} if all_at_once else watch.after(gradient_bytes, int(waiting))
+        if sharded and all_at_once and all_say(kept_bytes < gpu_room(packed.device)[0], parameters[0]):
+            _time_pass(packed, batch, watch)
+            kept_bytes = watch.peak()
+            packed.model.zero_grad()
     return replace(
         unknown,
         activation_bytes=activation_bytes,
         kept_bytes=kept_bytes,
         bytes_after={} if sharded else bytes_after,
-        forward_seconds=forward,
-        backward_seconds=backward,
+        forward_seconds=seconds[0],
+        backward_seconds=seconds[1],
         start_seconds=start_seconds,
     )
 
@@ -244,26 +253,33 @@ def _in_thirds(batch: MicroBatch, recipe: Recipe) -> MicroBatch:
     return replace(batch, boundaries=tuple(sorted({*batch.boundaries, *cuts})))
 
 
-def _time_passes(packed: PackedModel, recipe: Recipe, batch: MicroBatch, watch: _Watch) -> tuple[float, float, float]:
-    """Seconds of a forward and a backward, and of all before them.
+def _warm_up(packed: PackedModel, recipe: Recipe, batch: MicroBatch, parameters: Sequence[nn.Parameter]) -> float:
+    """Compile what packed rows and whole ones need, and make workspaces; the seconds of it.
 
-    In those, what packed rows and whole ones need is compiled, and workspaces are made.
+    Of a model whose rows are long with its first and its last layer, which may differ in what is computed again.
     """
     began = time.perf_counter()
-    for trial in (_in_thirds(batch, recipe), batch, batch) if pick_compile(recipe, packed.device) else (batch, batch):
-        start_seconds = time.perf_counter() - began
-        watch.start()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        marks[0].record()
-        loss = packed.loss_sum(trial)
-        marks[1].record()
-        loss.backward()
-        marks[2].record()
-        del loss
-        watch.stop()
-        torch.cuda.synchronize(packed.device)
+    fewer = recipe.max_length >= LONG_ROW and not isinstance(packed.model, FSDPModule)
+    with _told(parameters, drop_gradient), packed.decoder.only_ends() if fewer else nullcontext():
+        for trial in (_in_thirds(batch, recipe), batch) if pick_compile(recipe, packed.device) else (batch,):
+            packed.loss_sum(trial).backward()
+            torch.cuda.synchronize(packed.device)
+    return time.perf_counter() - began
+
+
+def _time_pass(packed: PackedModel, batch: MicroBatch, watch: _Watch) -> tuple[float, float]:
+    """Seconds of a forward and a backward."""
+    watch.start()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+    marks[0].record()
+    loss = packed.loss_sum(batch)
+    marks[1].record()
+    loss.backward()
+    marks[2].record()
+    watch.stop()
+    torch.cuda.synchronize(packed.device)
     forward, backward = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
-    return forward, backward, start_seconds
+    return forward, backward
 
 
 @contextmanager

@@ -7,6 +7,7 @@ belongs to none of these would silently not be trained.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -48,6 +49,20 @@ class Decoder:
     head: Head
     tied: dict[str, str]
     """Other names of a weight, each with the name that it is listed under."""
+
+    @contextmanager
+    def only_ends(self) -> Iterator[None]:
+        """For a trial: the backbone passes its first layer and its last one."""
+        path, layers = next(
+            (path, found) for path, found in _outermost_lists(self.backbone) if self.layers == (*found,)
+        )
+        within, _, name = path.rpartition(".")
+        holder = self.backbone.get_submodule(within)
+        setattr(holder, name, nn.ModuleList([layers[0], *layers[1:][-1:]]))
+        try:
+            yield
+        finally:
+            setattr(holder, name, layers)
 
 
 def find_decoder(model: PreTrainedModel) -> Decoder:

@@ -1,0 +1,42 @@
+"""What a trial reads off the allocator, with one that is played by the test."""
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.engine.trial import _Watch
+
+MB = 1024**2
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """`allocator[0]` is in use, `allocator[1]` the most since somebody asked for it anew."""
+    taken = [10 * MB, 10 * MB]
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: taken[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: taken[1])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: taken.__setitem__(1, taken[0]))
+    return taken
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_pass_that_keeps_its_gradients_shows_what_activations_take(allocator, kept):
+    """Forward fills 12 MB; backward frees 4 for each of three gradients of 1, 6 and 2 MB, and needs 2 meanwhile."""
+    watch = _Watch(torch.device("cuda"))
+    parameters = [nn.Parameter(torch.zeros(size * MB // 4)) for size in (1, 6, 2)]
+
+    def take(size):
+        allocator[0] += size
+        allocator[1] = max(allocator)
+
+    watch.start()
+    take(12 * MB)
+    for parameter in parameters:
+        take(parameter.nbytes + 2 * MB)
+        take(-6 * MB)
+        watch.came(parameter)
+        if not kept:
+            take(-parameter.nbytes)
+    watch.stop()
+    assert watch.peak() == (17 if kept else 16) * MB  # 8 + 6 + 2, and the first gradient
+    assert (watch.peak_without_gradients() if kept else watch.peak()) == 16 * MB
