@@ -192,6 +192,6 @@ def test_disk_and_loading():
 
 def test_ranks_on_a_cpu_share_its_cores():
     cpu = dataclasses.replace(H200, name="cpu", gpu_bytes=0)
-    one, two = (predict(Job(LLAMA_8B, 4, 4096, dtype_bytes=4), Settings("fp32", 1, "none"), cpu, n) for n in (1, 2))
+    one, two = (predict(Job(LLAMA_8B, 4, 4096, dtype_bytes=4), Settings("fp32", 4, "none"), cpu, n) for n in (1, 2))
     assert two.seconds.step >= one.seconds.step
     assert two.tokens_per_s <= one.tokens_per_s

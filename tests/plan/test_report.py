@@ -270,8 +270,8 @@ def test_the_matrix_takes_a_second_or_two():
 
 
 def test_the_solver_is_free_when_asked(capsys):
-    assert main(["plan", "llama-8b", "--gpu", "h200", "--best"]) == 0
-    assert "chosen by the solver: --micro-batch-size 2" in capsys.readouterr().out
+    assert main(["plan", "llama-8b", "--gpu", "h200", "--micro-batch-size", "1", "--best"]) == 0
+    assert "chosen by the solver: --micro-batch-size 4" in capsys.readouterr().out
     assert main(["plan", "gpt-oss-20b", "--gpu", "h200", "--best", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["fits"], found["settings"]["states"]) == (True, "bf16")

@@ -126,14 +126,14 @@ def test_memory_goes_to_activations_before_state():
     best = solve(Job(LLAMA_8B, 4, 4096, accumulate_dtype="bf16"), H200)
     assert best is not None
     assert (best.settings.recompute, best.split.shares()) == ("none", {"gpu": 1.0})
-    exact = solve(Job(LLAMA_8B, 4, 4096), H200)
+    exact = solve(Job(LLAMA_8B, 4, 4096, compiled=True), H200)
     assert exact is not None
     assert exact.settings.recompute == "none"
     assert exact.seconds.step < 1.06 * best.seconds.step
 
 
 def test_alternatives_say_what_they_trade():
-    base = predict(Job(LLAMA_8B, 4, 4096), Settings("fp32", 4, "full"), H200)
+    base = predict(Job(LLAMA_8B, 4, 4096, compiled=True), Settings("fp32", 4, "full"), H200)
     found = alternatives(base)
     assert 1 <= len(found) <= 4
     first = found[0]

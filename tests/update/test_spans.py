@@ -1,12 +1,13 @@
 """Sums of squares by one fixed tree."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.plan.layout import num_spans
-from penstock.update.spans import halve, span_sums, span_sums_reference
+from penstock.update.spans import halve, root, span_sums, span_sums_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -26,3 +27,11 @@ def test_span_sums_equal_reference_and_are_right(n, dtype, device):
 def test_halve_adds_everything(levels):
     values = torch.arange(2.0**levels, dtype=torch.float64)
     assert halve(values) == values.sum()
+
+
+def test_roots_are_those_of_every_machine(device):
+    """numpy's are IEEE's."""
+    x = torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e5
+    assert np.array_equal(root(x.to(device)).cpu().numpy(), np.sqrt(x.numpy()))
+    assert root(x[0].to(device)).shape == ()
+    assert not root(torch.tensor(float("nan"), dtype=torch.float64, device=device)).isfinite()

@@ -46,6 +46,7 @@ from penstock.plan.split import Manner, Profile
 from penstock.update.formats import StateView, view_state
 from penstock.update.norm import Norm, clip
 from penstock.update.rule import GO, Rule
+from penstock.update.spans import root
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             norm, applied = clip(coefficients, self._norm.total(), self.max_grad_norm)
         else:
             coefficients = self._go_if_finite(step)
-            norm, applied = self._norm.total().sqrt(), coefficients[0, GO] != 0
+            norm, applied = root(self._norm.total()), coefficients[0, GO] != 0
         rows = rows_of(coefficients, self._streams)
         with self._housing.ending_step():
             for unit in self._units:

@@ -45,9 +45,9 @@ class Work:
     """Layers from one saved input to the next, if they are computed one by one."""
     matmul: str = "bf16"
     passes: int = 1
-    """Micro-batches that these rows are; each, and each tile, has its own casts of the weights to fp8."""
-    by_layer: bool = False
-    """Layers are computed one by one, and gradients of micro-batches add up in fp32 as each layer is done."""
+    """Micro-batches that these rows are. Their gradients add up, and each, and each tile, casts the weights to fp8."""
+    sum_bytes: int = 4
+    """Of a gradient's element while those of micro-batches add up."""
 
     @property
     def tokens(self) -> int:
@@ -67,7 +67,7 @@ def work_of(job: Job, settings: Settings, gpus: int = 1) -> Work:
     s, rows = settings, -(-job.batch_size // gpus)
     return Work(
         min(s.micro_batch, rows), job.length, s.recompute, job.attention, job.dtype_bytes, job.compiled,
-        s.tile, s.every, job.matmul, by_layer=s.by_layer,
+        s.tile, s.every, job.matmul, sum_bytes=4 if job.accumulate_dtype == "fp32" else job.dtype_bytes,
     )  # fmt: skip
 
 

@@ -242,7 +242,8 @@ def _rank(job: Job, work: Work, machine: Machine, gpus: int) -> _Rank:
         matrix_flops_per_s=machine.matrix_flops_per_s / sharers,
         device_memory_bytes_per_s=machine.device_memory_bytes_per_s / sharers,
     )
-    step, one = (speed.arithmetic(a, w, rank) for w in (replace(work, rows=rows, passes=-(-rows // work.rows)), work))
+    all_rows = replace(work, rows=rows, passes=-(-rows // work.rows))
+    step, one = (speed.arithmetic(a, w, rank, gpus) for w in (all_rows, work))
     return _Rank(rank, a.num_parameters() / gpus, rows, work.rows, step, one, peaks(a, work, gpus))
 
 

@@ -6,7 +6,7 @@ Layers as transformers writes them, with flash attention: forward and backward o
 of qwen3-14b (4 x 4096, full recompute), floors 1.71 s and 3.87 s a step. Compiled, with attention by rows: llama-8b
 1.39 s; qwen3-14b 2.56 s (`selected:14`) and 2.79 s (`selected`); phi-4 2.60 s and 2.83 s. The fit is within 5 %.
 With fp8 products, whose casts are memory traffic, the floor of llama-8b is 0.942 s with four rows at once, where these
-constants say 0.923, and 1.063 s with one at a time, where they say 0.963 (benchmarks/results/2026-11-17-h200/fp8).
+constants say 0.923; a step with one row at a time takes 1.238 s, where they say 1.109 (results/2026-11-17-h200/fp8).
 One efficiency for everything was rejected: models differ by a fifth in it, and the share of recompute would be wrong.
 """
 
@@ -58,8 +58,8 @@ class Arithmetic:
         return self.forward_s + self.backward_s + self.recompute_s
 
 
-def arithmetic(a: Architecture, work: Work, machine: Machine) -> Arithmetic:
-    """Seconds of a micro-batch on one GPU."""
+def arithmetic(a: Architecture, work: Work, machine: Machine, ranks: int = 1) -> Arithmetic:
+    """Seconds of a micro-batch on one GPU. With several `ranks` each adds up its part of every gradient."""
     rate, compiled = machine.matrix_flops_per_s, work.compiled and not a.experts
     second = 2.0 * work.tokens / (rate * MATRIX_EFFICIENCY)  # of one weight
     products = second * _weights_a_token(a)
@@ -80,7 +80,7 @@ def arithmetic(a: Architecture, work: Work, machine: Machine) -> Arithmetic:
     }
     recompute = sum(again[dial] for dial in work.recompute_by_layer(a))
     recompute += (a.layers - -(-a.layers // work.every)) * forward  # of layers whose inputs are not saved
-    backward += sum_traffic(a, work) / machine.device_memory_bytes_per_s
+    backward += sum_traffic(a, work) / ranks / machine.device_memory_bytes_per_s
     if work.tile:  # what is before attention is computed once more
         recompute += a.layers * second * projection_weights(a)
     return Arithmetic(a.layers * forward + head, a.layers * backward, recompute, head)

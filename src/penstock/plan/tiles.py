@@ -43,12 +43,18 @@ def sum_bytes(a: Architecture, work: Work) -> float:
 
 
 def sum_traffic(a: Architecture, work: Work) -> float:
-    """Bytes read and written for sums of gradients in fp32: of every part after the first its own, and the sum.
+    """Bytes read and written for sums of gradients: of every tile after the first its own, and the sum in fp32.
 
-    Parts are tiles or, layer by layer, micro-batches.
+    The gradient of the first micro-batch is kept as it came, and becomes fp32 where there are more than two.
     """
-    parts = work.tokens / work.tile if work.tile else work.passes if work.by_layer else 1
-    return float((work.dtype_bytes + 8) * _params(a) * max(0.0, parts - 1))
+    b, n, each = work.dtype_bytes, work.passes, max(work.sum_bytes, work.dtype_bytes)
+    if work.tile:
+        parts = max(0.0, work.tokens / work.tile - 1) * (b + 8)
+    elif n > 2 and each > b:
+        parts = (b + each) + (n - 2) * (2 * each + b) + (each + 2 * b)
+    else:
+        parts = (n - 1) * 3 * b
+    return float(parts * _params(a))
 
 
 def projection_weights(a: Architecture) -> int:

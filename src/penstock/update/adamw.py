@@ -24,6 +24,7 @@ from penstock.update.host_threads import host_library, pointer
 from penstock.update.master import join, split
 from penstock.update.moments import exact_root, read_moments, write_moments
 from penstock.update.rule import GO, SCALE, Groups, HostCall, Stage, device_rows
+from penstock.update.spans import root
 
 # The columns after SCALE and GO, all fp32. `SEED` is the number of the step, for stochastic rounding: a whole number
 # under 2^24, so fp32 holds it exactly. The C and Triton kernels know the same order.
@@ -141,7 +142,7 @@ class AdamWScalars:
         ones = torch.ones_like(lr)
         seed = ones * (self._steps % NUM_SEEDS)
         rows = (
-            ones, ones, beta1, 1 - beta1, beta2, 1 - beta2, (1 - power2).sqrt(), eps, lr * weight_decay,
+            ones, ones, beta1, 1 - beta1, beta2, 1 - beta2, root(1 - power2), eps, lr * weight_decay,
             lr / (1 - power1), seed,
         )  # fmt: skip
         assert len(rows) == NUM_COEFFICIENTS

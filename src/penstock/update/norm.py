@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.plan.layout import num_spans, num_sums
 from penstock.update.rule import GO, SCALE
-from penstock.update.spans import halve, span_sums
+from penstock.update.spans import halve, root, span_sums
 
 
 class Norm:
@@ -64,7 +64,7 @@ class Norm:
 
 def clip(coefficients: Tensor, sum_of_squares: Tensor, max_grad_norm: float) -> tuple[Tensor, Tensor]:
     """Set scale and go from the global norm. Returns (norm, applied); a norm that is not finite stops the step."""
-    norm = sum_of_squares.sqrt()
+    norm = root(sum_of_squares)
     applied = norm.isfinite()
     if max_grad_norm:
         coefficients[:, SCALE] = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0).float()
