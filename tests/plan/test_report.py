@@ -255,7 +255,7 @@ def test_it_takes_under_a_second_and_no_torch(name):
         "assert 'torch' not in sys.modules, 'torch';"
         "seconds = time.process_time() - start; assert seconds < 1, seconds; sys.exit(code)"
     )
-    for _ in range(2):  # the first may find modules that were never compiled
+    for _ in range(3):  # the first may find modules that were never compiled, and the machine may be busy
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         if result.returncode in (0, 3):
             break

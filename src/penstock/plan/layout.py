@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, TypeVar
 
 from penstock.recipe.presets import Architecture
@@ -100,10 +100,10 @@ class StateFormat:
     """One way to store state."""
 
     name: str
-    moments: tuple[Part, ...]
+    moments: tuple[Part, ...] = field(hash=False)
     """Everything but the remainder."""
 
-    @property
+    @cached_property
     def block(self) -> int:
         """Elements that share a scale, and between which a parameter cannot be cut; 1 where there are no scales."""
         return max(part.elements for part in self.moments)
@@ -221,6 +221,8 @@ def largest_gradients(chunks: Iterable[Chunk], unit_of: Mapping[int, int]) -> in
 def cut(whole: Chunk, chunk_size: int) -> list[Chunk]:
     """A parameter, given as one chunk, in chunks of at most so many elements, rounded up to whole blocks."""
     step = whole.format.whole_blocks(chunk_size)
+    if whole.size <= step:
+        return [whole]
     return [replace(whole, start=at, size=min(step, whole.size - at)) for at in range(0, whole.size, step)]
 
 

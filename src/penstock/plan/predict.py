@@ -107,7 +107,7 @@ class Plan:
         """Of the state."""
         return FORMATS[self.settings.states]
 
-    @property
+    @cached_property
     def chunk_size(self) -> int:
         """Elements in a chunk, as the engine chooses it: from the link where it measures one."""
         return chunk_size_of(self.job, self.machine, self.format)

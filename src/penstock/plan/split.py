@@ -205,6 +205,8 @@ def best_split(need: Requirements, room: Room, rates: Rates) -> Split | None:
         candidate = _with_host_share(need, room, rates, need.num_params * step / STEPS)
         if candidate is not None and (best is None or candidate.exposed_seconds < best.exposed_seconds - 1e-9):
             best = candidate
+        if best is not None and best.exposed_seconds <= 0:
+            break
     return best
 
 
