@@ -21,6 +21,7 @@ from penstock.checkpoint.resume import (
     set_rng_state,
 )
 from penstock.errors import CheckpointError
+from penstock.plan.report import check_one_gpu
 from penstock.recipe.recipe import FIELDS, Recipe, to_dict
 
 
@@ -85,6 +86,16 @@ def test_what_overwriting_would_remove_is_not_gone_on_from(tmp_path, place):
     for path in (run / place, disk):
         with pytest.raises(CheckpointError, match=r"in the directory that --overwrite clears\n.*Move it out"):
             find_start(run, str(path), overwrite=True)
+
+
+def test_what_one_gpu_streamed_goes_on_with_several_and_with_resident_weights():
+    began = Recipe(weights="streamed", order="layers", inputs="kept", tile="64", recompute="full")
+    there = Saved(None, None, to_dict(began), 1, "", "", "", {})
+    check_one_gpu(as_begun(Recipe(), there, num_ranks=2), 2)
+    assert as_begun(Recipe(), there, num_ranks=2).recompute == "full"
+    resident = as_begun(Recipe(weights="resident", order="rows"), there)
+    assert (resident.inputs, resident.tile) == ("auto", "auto")
+    assert as_begun(Recipe(weights="resident"), there).tile == "64", "since it is computed layer by layer"
 
 
 def test_a_run_goes_on_in_the_tiles_it_began_with():

@@ -113,3 +113,12 @@ def test_a_trial_of_fewer_layers_runs_the_last_ones():
     engine.release()
     engine.drop_weights()
     assert_same(run(recipe), base)
+
+
+@pytest.mark.parametrize("tile", ["5", "none"])
+def test_the_final_norm_sees_a_tile(tile):
+    engine, seen = build(tiled(tile=tile, rows=2, order="layers")), []
+    engine.model.model.norm.register_forward_hook(lambda module, args, result: seen.append(result.shape[1]))
+    step(engine, micro_batches(2))
+    assert max(seen) == (4 if tile == "5" else 12)  # of 24, in parts that are as long as one another
+    engine.release()

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.engine.trial import _Watch
+from penstock.engine.trial import _period, _Watch, _with_sums
+from penstock.plan.split import Manner, Profile
 
 MB = 1024**2
 
@@ -40,3 +41,14 @@ def test_a_pass_that_keeps_its_gradients_shows_what_activations_take(allocator, 
     watch.stop()
     assert watch.peak() == (17 if kept else 16) * MB  # 8 + 6 + 2, and the first gradient
     assert (watch.peak_without_gradients() if kept else watch.peak()) == 16 * MB
+
+
+def test_kinds_of_layers_that_repeat():
+    assert [_period(kinds) for kinds in ("aaaa", "abab", "ababa", "aaabaaabaa", "a", "abc")] == [1, 2, 2, 4, 1, 3]
+
+
+@pytest.mark.parametrize(("micro_batches", "held"), [(1, 0), (2, 2), (3, 4), (8, 4)])
+def test_row_by_row_gradients_of_streamed_weights_wait_for_the_last_row(micro_batches, held):
+    model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
+    found = _with_sums(Profile(1000, 1100), model, Manner(in_backward=False), micro_batches)
+    assert (found.activation_bytes, found.kept_bytes) == (1000 + held * 64, max(1100, 1000 + held * 64))

@@ -231,3 +231,10 @@ def test_many_threads_may_ask_at_once(device):
     link.to_device.mark().wait_on_host()
     assert all(future.done() for future in wanted.values())
     assert all(targets[n].unique().tolist() == [n] for n in wanted)
+
+
+def test_what_has_arrived_is_forgotten_though_nothing_waits(transfers):
+    for _ in range(20):
+        ask(transfers, NOW)
+        transfers._lane.marks[-1].go()
+    assert len(transfers._under_way) == 1

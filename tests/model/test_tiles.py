@@ -1,11 +1,14 @@
 """A layer in tiles gives what it gives at once, in forward and backward, and never has a whole row of what is wide."""
 
+import gc
+
 import pytest
 import torch
 from tiny import OTHERS, SEVEN, Largest, packed, tiny_model
 
 from penstock.errors import ModelError
-from penstock.model.attention import use_attention
+from penstock.model import unneeded
+from penstock.model.attention import Before, use_attention
 from penstock.model.compiled import set_compile
 from penstock.model.decoder import find_decoder
 from penstock.model.loss import hidden_states
@@ -182,3 +185,28 @@ def test_what_cannot_be_computed_in_tiles_is_refused():
         check_tiles(layer, (hidden, *args), kwargs)
     with pytest.raises(ModelError, match="varlen"):
         check_tiles(layer, (hidden, *args), {})
+
+
+def test_nothing_of_a_tile_waits_for_the_garbage_collector():
+    """Where it did, queries, keys and values of seventy tiles were there at once."""
+    call = called_with(tiny_model("llama"))[0]
+    gc.collect()
+    gc.disable()
+    try:
+        in_tiles(*call, torch.ones(call[1].shape))
+        assert not [thing for thing in gc.get_objects() if isinstance(thing, Before)]
+    finally:
+        gc.enable()
+
+
+def test_a_product_that_is_needed_is_not_left_out_though_its_memory_still_holds_it(monkeypatch):
+    class Squares(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.product = torch.nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            return self.product(x) ** 2
+
+    monkeypatch.setattr(unneeded, "_shaped", torch.nn.functional.linear)  # as if it were given the very same memory
+    assert not leave_out_last_product(Squares(), (torch.ones(3, 4),), {})

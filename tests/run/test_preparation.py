@@ -2,7 +2,9 @@
 
 import dataclasses
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,12 +14,12 @@ from penstock.checkpoint.store import Checkpoint
 from penstock.data.loader import Position
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE
-from penstock.errors import DoesNotFit, RecipeError
+from penstock.errors import DataError, DoesNotFit, RecipeError
 from penstock.model.load import load_model
 from penstock.recipe.presets import PRESETS
 from penstock.report.console import Console
 from penstock.run import preparation
-from penstock.run.preparation import Start, dry_run, foresee_disk, planned, prepare_run
+from penstock.run.preparation import Start, check_same_data, dry_run, foresee_disk, planned, prepare_run
 
 DEMO = PRESETS["demo"]
 
@@ -101,3 +103,15 @@ def test_a_dry_run_refuses_what_training_would(tmp_path, changes, where):
     recipe = dataclasses.replace(PRESETS["demo"], output_dir=str(tmp_path), device="cpu", **changes)
     with pytest.raises(RecipeError, match=where):
         dry_run(recipe, Console(quiet=True))
+
+
+@pytest.mark.parametrize(("fingerprint", "steps"), [("a", 12), ("b", 12), ("a", 6)])
+def test_machines_that_have_read_other_data_are_refused(fingerprint, steps):
+    """As the second of two ranks, with what the first one has read."""
+    world = SimpleNamespace(rank=1, share=lambda make: ("node-0", "a", 12), largest=lambda number: number)
+    recipe = dataclasses.replace(DEMO, data="my.jsonl")
+    refused = pytest.raises(
+        DataError, match=r"my.jsonl: rank 1 has read other data than rank 0 on node-0\n.*same files"
+    )
+    with nullcontext() if (fingerprint, steps) == ("a", 12) else refused:
+        check_same_data(recipe, fingerprint, steps, world)

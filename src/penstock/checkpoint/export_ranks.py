@@ -34,8 +34,10 @@ from penstock.checkpoint.tensors import receive_blocks, send_tensors
 from penstock.engine.fsdp import load_for_ranks
 from penstock.engine.ranks import World
 from penstock.errors import CheckpointError, DoesNotFit
+from penstock.machine.gpu_memory import gpu_room
 from penstock.model.attention import stock_attention
-from penstock.model.load import Say
+from penstock.model.decoder import find_decoder
+from penstock.model.load import Say, model_class
 from penstock.offload.dtensors import local
 from penstock.offload.saved_tensors import SavedTensor, weight_tensors
 from penstock.recipe.recipe import Recipe
@@ -144,14 +146,28 @@ def _compare(
 ) -> None:
     """Load what was written, each rank its rows, and compare weights, end token and logits."""
     asked = replace(recipe, model=str(written), revision=None, init="pretrained", shape=None)
-    device = next(model.parameters()).device
+    own = next(model.parameters()).device
+    device = own if _has_room(model, own, world) else torch.device("cpu")
+    with world.in_turn():  # a model's own code is copied into a cache, which another rank must not read meanwhile
+        model_class(asked, model.config)
+        tokenizer_again = AutoTokenizer.from_pretrained(written, trust_remote_code=recipe.trust_remote_code)
     again = load_for_ranks(asked, model.config, device, world.size, lambda _: None).model
     weights = dict(model.named_parameters())
     for name, weight in again.named_parameters():
-        if not torch.equal(local(weight), local(weights[name])):
+        if not torch.equal(local(weight), local(weights[name]).to(device)):
             what = "the exported weight differs from the trained one"
             raise CheckpointError(what, where=f"{written}: {name}", remedy=UNCHECKED)
-    tokenizer_again = AutoTokenizer.from_pretrained(written, trust_remote_code=recipe.trust_remote_code)
     if tokenizer_again.eos_token_id != tokenizer.eos_token_id or end_tokens_of(again) != end_tokens_of(model):
         raise CheckpointError("the exported end token differs", where=str(written), remedy=UNCHECKED)
-    compare_logits(model, again, tokenizer, written)
+    # As in `export.py`: host and GPU round differently.
+    compare_logits(model, again, tokenizer, written, tolerance=2**-8 if device == own else 2**-4)
+
+
+def _has_room(model: PreTrainedModel, device: torch.device, world: World) -> bool:
+    """Whether every rank has room for its rows once more, and for the largest unit as a whole."""
+    if device.type != "cuda":
+        return True
+    torch.cuda.empty_cache()
+    rows = sum(local(p).nbytes for p in model.parameters())
+    whole = max(sum(p.numel() * p.itemsize for p in unit.parameters) for unit in find_decoder(model).units)
+    return not world.largest(int(gpu_room(device)[0] < 1.1 * rows + 2 * whole + 2**30))

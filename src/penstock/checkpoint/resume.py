@@ -64,6 +64,7 @@ AS_BEGUN: dict[str, object] = {
 }  # fmt: skip
 """Fields that are not chosen anew where nobody says anything, and how that is written: compiled layers may round in
 another order with another recompute, and another machine may have room for other rows."""
+LAYER_BY_LAYER = {"weights", "order", "inputs", "tile"}
 
 Say = Callable[[str], None]
 
@@ -256,13 +257,19 @@ class Difference:
         return f"{self.field} was {self.then!r}, is {self.now!r}"
 
 
-def as_begun(recipe: Recipe, saved: Saved | None) -> Recipe:
-    """A resumed run goes on with what `auto` was when it began, as another machine may choose otherwise."""
+def as_begun(recipe: Recipe, saved: Saved | None, num_ranks: int = 1) -> Recipe:
+    """A resumed run goes on with what `auto` was when it began, as another machine may choose otherwise.
+
+    Several ranks do not compute layer by layer, and whoever says so does not either: then how layers were is left out.
+    """
     earlier = {"tile": "none"} if recipe.engine == "penstock" else {}  # of a version that had no tiles
     recipe_then = earlier | dict(saved.recipe) if saved else {}
     begun = {name: value for name, value in recipe_then.items() if name in AS_BEGUN}
     free = {name: value for name, value in begun.items() if getattr(recipe, name) == AS_BEGUN[name]}
-    return dataclasses.replace(recipe, **free)
+    weights, order = (free.get(name, getattr(recipe, name)) for name in ("weights", "order"))
+    by_layer = weights not in ("auto", "resident") or order == "layers"
+    left_out = LAYER_BY_LAYER if num_ranks > 1 else set() if by_layer else {"inputs", "tile"}
+    return dataclasses.replace(recipe, **{name: value for name, value in free.items() if name not in left_out})
 
 
 def was_compiled(saved: Saved | None) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from penstock.checkpoint.store import Checkpoint, begin_save, end_save, write_all
 from penstock.checkpoint.tensors import Digest
 from penstock.engine.ranks import World
-from penstock.errors import OutputError
+from penstock.errors import RankLost
 from penstock.offload.saved_tensors import SavedTensor
 
 
@@ -57,8 +57,5 @@ def _told(world: World, act: Any) -> list[Any]:
         raise failure
     for rank, (message, _) in enumerate(everyone):
         if message:
-            remedy = (
-                "The checkpoint before it is whole: when that disk is well, the same command with --resume goes on."
-            )
-            raise OutputError(f"could not save: {message}", where=f"rank {rank}", remedy=remedy)
+            raise RankLost(f"rank {rank} could not save: {message}", remedy="Its machine shows why.")
     return [value for _, value in everyone]

@@ -233,7 +233,7 @@ class Loader:
         ids, trained = store.ids[source].astype(np.int64), store.mask[source] == 1
         input_ids = np.full(num_rows * length, self._pad_id, dtype=np.int64)
         input_ids[target] = ids
-        position_ids = (np.arange(length) - row_lengths[:, None]).flatten()
+        position_ids = np.zeros(num_rows * length, dtype=np.int64)  # padding too: `longrope` looks for the largest
         position_ids[target] = place
         row_ends = np.arange(num_rows + 1) * length
         return MicroBatch(

@@ -10,9 +10,10 @@ learn what each layer is called with, and once from the last layer's result on, 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from penstock.engine.parked import SavedInputs
 from penstock.engine.weights import StreamedWeights
 from penstock.errors import ModelError
 from penstock.flow.timeline import Timeline
+from penstock.model.attention import Segments
 from penstock.model.loss import forward_replaced
-from penstock.model.tiles import Tiled
+from penstock.model.tiles import Tiled, spans
 
 Held = Callable[[], AbstractContextManager[None]]
 
@@ -227,27 +229,55 @@ class LayerByLayer:
         """From the last layer's results to the loss, and back.
 
         The head sees the tokens of all micro-batches at once, so that its gradient is one sum, in fp32, and rounded
-        once. What is between the layers and the head runs backward by itself.
+        once. What is between the layers and the head runs backward by itself, and in tiles if the layers do: of a whole
+        row a norm has six tensors in fp32.
         """
-        tops = [one.hidden.detach().requires_grad_() for one in passes]
+        parts = [part for one in passes for part in self._in_tiles(one)]
+        whole = len(parts) == len(passes)
         with torch.enable_grad():
-            chosen = [self._chosen(one, top) for one, top in zip(passes, tops, strict=True)]
-            for one in passes:
-                one.hidden = one.hidden.new_empty(0)
-            gathered = torch.cat([part.detach() for part in chosen]).requires_grad_()
+            with nullcontext() if whole else torch.no_grad():
+                chosen = [self._chosen(*part) for part in parts]
+            gathered, sizes = torch.cat([some.detach() for some in chosen]).requires_grad_(), list(map(len, chosen))
+            chosen = chosen if whole else []
             loss = self._packed.head_loss(gathered, torch.cat([one.rows.batch.targets for one in passes])) / trained
             with self._final(held, last and not self._tied):
                 loss.backward()
             assert gathered.grad is not None, "the loss depends on what the head is given"
-            gradients = gathered.grad.split([len(part) for part in chosen])
-            for place, (one, top) in enumerate(zip(passes, tops, strict=True)):
-                with self._final(held, last and place == len(passes) - 1):
-                    chosen[place].backward(gradients[place])
+            gradients = gathered.grad.split(sizes)
+            del gathered
+            for place, (rows, top) in enumerate(parts):
+                with self._final(held, last and place == len(parts) - 1):
+                    (chosen[place] if whole else self._chosen(rows, top)).backward(gradients[place])
                 assert top.grad is not None, "the head is given what the last layer gives"
-                one.hidden = top.grad
+                if whole:
+                    passes[place].hidden = top.grad.view_as(passes[place].hidden)
+                else:
+                    top.detach().copy_(top.grad)  # where its part of the micro-batch lies
+                    top.grad = None
         return loss.detach()
 
-    def _chosen(self, one: _Pass, top: Tensor) -> Tensor:
+    def _in_tiles(self, one: _Pass) -> list[tuple[Rows, Tensor]]:
+        """A micro-batch, and what its last layer gave, of which each part is a leaf of a graph of its own."""
+        tiled = vars(self._layers[-1]).get("forward")
+        if not isinstance(tiled, Tiled):
+            return [(one.rows, one.hidden.detach().requires_grad_())]
+        one.hidden = one.hidden.contiguous()
+        batch, hidden = one.rows.batch, one.hidden.flatten(0, 1)[None]
+        tokens = spans(hidden.shape[1], tiled.tile)
+        ends = torch.tensor([some.stop for some in tokens], device=hidden.device)
+        cuts = [0, *torch.searchsorted(batch.target_index, ends).tolist()]  # they lie in order
+        ids, places = (x.flatten()[None] for x in (batch.input_ids, batch.position_ids))
+        parts = []
+        for some, (first, end) in zip(tokens, itertools.pairwise(cuts), strict=True):
+            index, targets = batch.target_index[first:end] - some.start, batch.targets[first:end]
+            part = replace(
+                batch, input_ids=ids[:, some], position_ids=places[:, some], target_index=index, targets=targets
+            )
+            segments = Segments.of((0, some.stop - some.start), hidden.device)
+            parts.append((Rows(part, segments), hidden[:, some].detach().requires_grad_()))
+        return parts
+
+    def _chosen(self, rows: Rows, top: Tensor) -> Tensor:
         """What the head is given of a micro-batch, with `top` as the last layer's result."""
         count = 0
 
@@ -257,7 +287,7 @@ class LayerByLayer:
             return top if count == len(self._layers) else hidden.detach()
 
         with self._listening(listen):
-            return self._packed.chosen(self._packed.hidden_states(one.rows), one.rows)
+            return self._packed.chosen(self._packed.hidden_states(rows), rows)
 
     def _gradient(self, layer: nn.Module, hidden: Tensor, one: _Pass, number: int) -> Tensor:
         """Compute the layer again, then backward through it alone; the gradient of its input."""

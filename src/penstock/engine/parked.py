@@ -21,6 +21,9 @@ from penstock.recipe.recipe import Recipe, inputs_every
 
 Key = tuple[int, int]
 """Of a layer and a micro-batch."""
+AHEAD_BYTES = 2 * 2**30
+"""Inputs that have not arrived, of more than two: each takes its memory until then, and the host, which is far ahead of
+the device in a forward of few and long rows, would ask for more than there is."""
 
 
 class SavedInputs(Protocol):
@@ -90,6 +93,7 @@ class ParkedInputs:
         self.arena = Arena(num_bytes, pinned=self._streams.device.type == "cuda", cores=cores)
         self._memory, self._used = self.arena.cut(num_bytes), 0
         self._parked: dict[Key, _Parked] = {}
+        self._leaving: deque[_Parked] = deque()
         self._to_fetch: deque[Key] = deque()
         self._fetched: dict[Key, tuple[Tensor, Future[Mark]]] = {}
         self._thread = self._streams.thread("penstock-parked")
@@ -101,11 +105,14 @@ class ParkedInputs:
         place = self._memory[self._used : self._used + hidden.nbytes]
         assert place.nbytes == hidden.nbytes, "an arena of inputs holds those of the longest rows"
         self._used += padded(hidden.nbytes)
+        while len(self._leaving) > 1 and sum(parked.bytes.nbytes for parked in self._leaving) > AHEAD_BYTES:
+            self._leaving.popleft().arrived.wait_on_host()
         written = self._streams.main_mark()  # the layer before is still writing it
         source = hidden.detach().view(-1).view(torch.uint8)
         after = (written, self._left)  # what lay there in the step before may still be on its way
         down = self._link.to_host.copy(place, source, deadline=NOW, after=after, label="park")
         self._parked[key] = _Parked(place, hidden.shape, hidden.dtype, down.result())
+        self._leaving.append(self._parked[key])
 
     def announce(self, keys: Iterable[Key]) -> None:
         """The first ones set out."""
@@ -142,6 +149,7 @@ class ParkedInputs:
             if fetched.exception() is None:
                 self._left = fetched.result()
         self._parked.clear()
+        self._leaving.clear()
         self._fetched.clear()
         self._to_fetch.clear()
         self._used = 0

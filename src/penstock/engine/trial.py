@@ -16,6 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig
 
 from penstock.data.loader import MicroBatch
 from penstock.engine.layerwise import LayerByLayer
@@ -28,10 +29,10 @@ from penstock.offload.dtensors import all_say, is_streamed, local
 from penstock.plan.job import LONG_ROW
 from penstock.plan.layout import UNIT_SLOTS
 from penstock.plan.split import Manner, Profile
-from penstock.recipe.recipe import Recipe, inputs_every
+from penstock.recipe.recipe import Recipe, inputs_every, recompute_by_layer
 
-TRIED_LAYERS = 2
-"""Of a model whose rows are long."""
+TRIED_PERIODS = 2
+"""Of a model whose rows are long: so many times all kinds of layers that it has."""
 
 
 class _Watch:
@@ -103,7 +104,8 @@ def try_once(
         return unknown
     if layerwise is not None:
         long = recipe.max_length >= LONG_ROW
-        return (_try_few_layers if long else _try_layers)(packed, recipe, layerwise)
+        tried = (_try_few_layers if long else _try_layers)(packed, recipe, layerwise)
+        return _with_sums(tried, packed.model, manner, micro_batches) if recipe.order == "rows" else tried
     vocab_size = packed.model.config.get_text_config().vocab_size
     batch = full_batch(recipe.rows_on(world.size), recipe.max_length, vocab_size)
     parameters = [p for p in packed.model.parameters() if p.requires_grad]
@@ -160,6 +162,17 @@ def _try_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer) ->
     return Profile(taken, kept, forward_seconds=forward, backward_seconds=backward, start_seconds=start_seconds)
 
 
+def _with_sums(tried: Profile, model: nn.Module, manner: Manner, micro_batches: int) -> Profile:
+    """Row by row gradients of all layers wait, from one micro-batch to the next, for the last one."""
+    if micro_batches == 1:
+        return tried
+    waiting = sum(
+        manner.sum_bytes(p.itemsize, micro_batches) * p.numel() for p in model.parameters() if p.requires_grad
+    )
+    taken = (tried.activation_bytes or 0.0) + waiting
+    return replace(tried, activation_bytes=taken, kept_bytes=max(taken, tried.kept_bytes or 0.0))
+
+
 def _together(recipe: Recipe, vocab_size: int) -> list[MicroBatch]:
     """Full micro-batches that go through the layers together."""
     rows, together = recipe.rows_at_once, recipe.batch_size if recipe.order != "rows" else recipe.rows_at_once
@@ -174,11 +187,13 @@ def _try_few_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer
     batches = _together(recipe, config.vocab_size)
     parameters = [p for p in packed.model.parameters() if p.requires_grad]
     peaks, began = _LayerPeaks(packed, several=len(batches) > 1), time.perf_counter()
-    with _told(parameters, drop_gradient), layerwise.fewer(TRIED_LAYERS) as tried:
+    period = _period([_kind(config, number) for number in range(layers)])
+    with _told(parameters, drop_gradient), layerwise.fewer(TRIED_PERIODS * period) as tried:
         for trial in (batches[:1], batches):  # the first, for what is compiled
             start_seconds = time.perf_counter() - began
             layerwise.timeline.start()
-            taken, layer_seconds = _timed_layers(peaks, functools.partial(layerwise.run, trial, 1, nullcontext))
+            run = functools.partial(layerwise.run, trial, 1, nullcontext)
+            taken, layer_seconds = _timed_layers(peaks, run, period)
             spans = layerwise.timeline.stop()
     packed.model.zero_grad()
     if isinstance(layerwise.inputs, KeptInputs):
@@ -192,8 +207,22 @@ def _try_few_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer
     return Profile(taken, kept, forward_seconds=forward, backward_seconds=backward, start_seconds=start_seconds)
 
 
-def _timed_layers(peaks: _LayerPeaks, run: Callable[..., Tensor]) -> tuple[int, float]:
-    """The peak of a run, and the seconds of one layer's backward: from the end of one's to that of the next."""
+def _kind(config: PreTrainedConfig, layer: int) -> str:
+    """Of layers that differ, such as those with a window and those without."""
+    kinds = getattr(config, "layer_types", None)
+    return str(kinds[layer]) if kinds else ""
+
+
+def _period(kinds: Sequence[str]) -> int:
+    """After how many layers the same kinds come again."""
+    return next(n for n in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False)))
+
+
+def _timed_layers(peaks: _LayerPeaks, run: Callable[..., Tensor], period: int) -> tuple[int, float]:
+    """The peak of a run, and the seconds of a layer's backward, a mean over the first kinds of layers that repeat.
+
+    From the end of one's to that of another: the last layer's begins with the head's, which are not counted.
+    """
     marks: list[torch.cuda.Event] = []
 
     def watched(done: Callable[[nn.Module], None]) -> Tensor:
@@ -208,7 +237,8 @@ def _timed_layers(peaks: _LayerPeaks, run: Callable[..., Tensor]) -> tuple[int, 
     torch.cuda.synchronize()
     if len(marks) < 2:  # a model of one layer, which was tried as a whole
         return taken, 0.0
-    return taken, marks[0].elapsed_time(marks[-1]) / 1e3 / (len(marks) - 1)
+    count = min(period, len(marks) - 1)
+    return taken, marks[-1 - count].elapsed_time(marks[-1]) / 1e3 / count
 
 
 class _LayerPeaks:
@@ -256,11 +286,13 @@ def _in_thirds(batch: MicroBatch, recipe: Recipe) -> MicroBatch:
 def _warm_up(packed: PackedModel, recipe: Recipe, batch: MicroBatch, parameters: Sequence[nn.Parameter]) -> float:
     """Compile what packed rows and whole ones need, and make workspaces; the seconds of it.
 
-    Of a model whose rows are long with its first and its last layer, which may differ in what is computed again.
+    Of a model whose rows are long with one layer of each kind, as to what it is and what of it is computed again.
     """
-    began = time.perf_counter()
+    began, config, layers = time.perf_counter(), packed.model.config.get_text_config(), packed.decoder.layers
+    dials = recompute_by_layer(recipe.recompute, len(layers))
+    kinds = {(_kind(config, number), dials[number]): number for number in reversed(range(len(layers)))}
     fewer = recipe.max_length >= LONG_ROW and not isinstance(packed.model, FSDPModule)
-    with _told(parameters, drop_gradient), packed.decoder.only_ends() if fewer else nullcontext():
+    with _told(parameters, drop_gradient), packed.decoder.only(sorted(kinds.values())) if fewer else nullcontext():
         for trial in (_in_thirds(batch, recipe), batch) if pick_compile(recipe, packed.device) else (batch,):
             packed.loss_sum(trial).backward()
             torch.cuda.synchronize(packed.device)

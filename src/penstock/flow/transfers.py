@@ -124,12 +124,16 @@ class Transfers:
         except BaseException as error:  # whoever asked for it is told
             transfer.future.set_exception(error)
             return
+        self._forget_ended()  # here too: where nothing waits, nobody else does
         self._under_way.append((mark, transfer.num_bytes))
         transfer.future.set_result(mark)
 
-    def _begin_those_with_room(self) -> None:
+    def _forget_ended(self) -> None:
         while self._under_way and self._under_way[0][0].ready():
             self._under_way.popleft()
+
+    def _begin_those_with_room(self) -> None:
+        self._forget_ended()
         while self._waiting:
             under_way = sum(num_bytes for _, num_bytes in self._under_way)
             if self._under_way and under_way + self._waiting[0].num_bytes > UNDER_WAY_BYTES:

@@ -275,7 +275,9 @@ def attend(
     if isinstance(segments, After):
         return segments.result, None
     if isinstance(segments, Before):
-        segments.calls.append((module, query, key, value, attention_mask, scaling, dropout, asked))
+        # Without itself: a circle would keep queries, keys and values until Python looks for garbage.
+        others = {name: value for name, value in asked.items() if name != "segments"}
+        segments.calls.append((module, query, key, value, attention_mask, scaling, dropout, others))
         if segments.stop:
             raise Reached
         return query.new_zeros(rows, length, heads, value.shape[-1]), None
@@ -309,7 +311,12 @@ def _groups(
     fitting = (n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and q.numel() // n < _MOST_ELEMENTS)
     count = next(fitting, kv_heads)
     of_sinks = sinks.chunk(count) if sinks is not None else [None] * count
-    return list(zip(*(x.chunk(count, dim=1) for x in (q, k, v)), of_sinks, strict=True))
+    return list(zip(*(_chunks(x, count) for x in (q, k, v)), of_sinks, strict=True))
+
+
+def _chunks(x: Tensor, count: int) -> list[Tensor]:
+    """Groups of heads, in memory of their own where a view's last element is too far from its first."""
+    return [part.contiguous() if x.numel() > _MOST_ELEMENTS else part for part in x.chunk(count, dim=1)]
 
 
 def _refuse_call(module: nn.Module, mask: Tensor | None, dropout: float, kwargs: Mapping[str, object]) -> None:

@@ -6,7 +6,7 @@ belongs to none of these would silently not be trained.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -51,14 +51,14 @@ class Decoder:
     """Other names of a weight, each with the name that it is listed under."""
 
     @contextmanager
-    def only_ends(self) -> Iterator[None]:
-        """For a trial: the backbone passes its first layer and its last one."""
+    def only(self, chosen: Sequence[int]) -> Iterator[None]:
+        """For a trial: the backbone passes these layers."""
         path, layers = next(
             (path, found) for path, found in _outermost_lists(self.backbone) if self.layers == (*found,)
         )
         within, _, name = path.rpartition(".")
         holder = self.backbone.get_submodule(within)
-        setattr(holder, name, nn.ModuleList([layers[0], *layers[1:][-1:]]))
+        setattr(holder, name, nn.ModuleList(layers[number] for number in chosen))
         try:
             yield
         finally:

@@ -102,7 +102,7 @@ class Tiled:
 
     def __init__(self, layer: nn.Module, tile: int, attempt: Attempt | None) -> None:
         """`attempt`: to compile it, while it trains."""
-        self.plain, self._layer, self._tile = layer.forward, weakref.ref(layer), tile
+        self.plain, self._layer, self.tile = layer.forward, weakref.ref(layer), tile
         functools.update_wrapper(self, self.plain)  # transformers reads the signatures of forwards
         self._parts = _Parts(self.plain, layer, attempt)
 
@@ -138,7 +138,7 @@ class Tiled:
             with torch.enable_grad():
                 result = self._parts.finish(x, y, *call.at(tokens))
             grad[:, tokens], grad_attended[:, tokens] = sums.add([result], [x, y], [grad[:, tokens]])
-            del result  # and its graph, or two tiles would be there at once
+            del result, x, y  # and its graph, or two tiles would be there at once
         gradients = sums.add([attended], projected, [grad_attended])
         del attended, grad_attended, projected
         for tokens in self._tiles(call):
@@ -153,7 +153,7 @@ class Tiled:
         return grad.view(shape)
 
     def _tiles(self, call: _Call) -> list[slice]:
-        return spans(call.hidden.shape[1], self._tile)
+        return spans(call.hidden.shape[1], self.tile)
 
     def _asked(self, call: _Call) -> tuple[Any, ...]:
         """What attention is called with, beside queries, keys and values: of the layer, told by one token."""
@@ -194,14 +194,14 @@ class _Sums:
 
     def add(self, results: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Backward from `results`: the gradients of `inputs`; those of weights are added."""
-        found = torch.autograd.grad(results, [*inputs, *self._weights], gradients, allow_unused=True)
+        found = list(torch.autograd.grad(results, [*inputs, *self._weights], gradients, allow_unused=True))
         own, of_weights = found[: len(inputs)], found[len(inputs) :]
-        for number, gradient in enumerate(of_weights):
-            if gradient is None:
-                continue
-            total = self._sums[number]
-            # The first is kept as it came: where there is one tile, nothing is added.
-            self._sums[number] = gradient if total is None else total.float().add_(gradient)
+        del found
+        for number, total in enumerate(self._sums):
+            gradient = of_weights.pop(0)  # which is dropped when it is added
+            if gradient is not None:
+                # The first is kept as it came: where there is one tile, nothing is added.
+                self._sums[number] = gradient if total is None else total.float().add_(gradient)
         return [torch.zeros_like(x) if g is None else g for g, x in zip(own, inputs, strict=True)]
 
     def deliver(self) -> None:

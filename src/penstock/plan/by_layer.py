@@ -125,7 +125,8 @@ class LayerStep:
         own_sum = self.manner.sum_bytes(b, self.num_micro_batches) if adds else 0.0
         others = self.sums + self.input_bytes - one  # what the other micro-batches gave, and in backward its gradient
         # The head sees all micro-batches of a pass at once.
-        yield Moment(self._saved(a.layers, one), self.sums + loss_bytes(a, replace(work, rows=self._pass_rows)), 0.0)
+        together = replace(work, rows=self._pass_rows, passes=-(-self._pass_rows // work.rows))
+        yield Moment(self._saved(a.layers, one), self.sums + loss_bytes(a, together), 0.0)
         if a.tied and not self.keeps_sums:  # final only when the embedding's has come
             others += max(float(b), own_sum) * table
         whole, fresh = saved_in_layer(a, work), float(b * self.layer_params)

@@ -145,12 +145,19 @@ def in_flight_bytes(a: Architecture, work: Work) -> float:
 
 
 def loss_bytes(a: Architecture, work: Work) -> float:
-    """The final norm, the hidden states, their gradient and the head's in fp32, and chunks of logits."""
-    b, h = work.dtype_bytes, a.hidden
+    """The final norm, the hidden states, their gradient and the head's in fp32, and chunks of logits.
+
+    Of long rows it is the norm's backward: six tensors in fp32 of a micro-batch or a tile, of which the others of the
+    pass have kept two, beside four as they are.
+    """
+    b, h, one = work.dtype_bytes, a.hidden, -(-work.tokens // work.passes)
+    one = min(work.tile or one, one)
+    kept = 8.0 * (one if work.tile else work.tokens)
+    norm = h * (kept + 16 * one + 4 * b * work.tokens) + b * a.vocab * h
     logits = 4.0 * a.vocab * work.tokens
     # Logits and the exponentials of logsumexp, beside the 16-bit gradient of the chunk before where there is one.
     chunks = 2.5 * LOGITS_BYTES if logits > LOGITS_BYTES else 2 * logits
-    return work.tokens * (4 * h + 3 * b * h + 4 * h) + 4.0 * a.vocab * h + chunks
+    return max(norm, h * (kept + 3 * b * work.tokens) + 4.0 * a.vocab * h + chunks)
 
 
 def sharded_bytes(a: Architecture, dtype_bytes: int) -> float:

@@ -24,6 +24,8 @@ def tiled_bytes(a: Architecture, work: Work) -> float:
     tokens = min(work.tile, work.tokens)
     one = replace(work, rows=1, length=tokens)
     tile = saved_in_layer(a, one) + in_flight_bytes(a, one)
+    if work.tokens > tokens:  # its gradients of weights, until they are added
+        tile += b * (_params(a) - projection_weights(a))
     attention = work.tokens * (b * (q + 2 * kv) + _kernel_bytes(a, b))
     if a.sinks:  # gradient and result in fp32, and their product, of some tokens (`model/sinks.py`)
         attention += 12 * q * min(work.tokens, TOKENS_IN_FP32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,9 +31,10 @@ from penstock.engine.deepspeed_config import settled
 from penstock.engine.deepspeed_start import can_save, check_deepspeed
 from penstock.engine.ranks import ALONE, World
 from penstock.engine.weights import num_streamed
-from penstock.errors import RecipeError, UserError, counted
+from penstock.errors import DataError, RecipeError, UserError, counted
 from penstock.machine.gpu_memory import limit_gpu
 from penstock.machine.hardware import COMPILED_FROM, describe, pick_compile, pick_device, pick_dtype
+from penstock.machine.known import Machine
 from penstock.model.flops import token_flops
 from penstock.model.load import load_config, load_tokenizer
 from penstock.model.load_rows import build_on_meta
@@ -96,15 +98,16 @@ def prepare_run(
     recipe = replace(recipe, keep=recipe.keep if can_save(recipe) else 0)
     recipe = replace(recipe, dtype=pick_dtype(recipe.dtype, device))
     make_repeatable(recipe)
-    config, tokenizer = load_config(recipe), load_tokenizer(recipe)
-    check_matmul(recipe, config, device)
-    model = build_on_meta(recipe, config, torch.bfloat16, lambda model: model.tie_weights())
+    with world.in_turn():  # a model's own code is copied into a cache, which another rank must not read meanwhile
+        config, tokenizer = load_config(recipe), load_tokenizer(recipe)
+        check_matmul(recipe, config, device)
+        model = build_on_meta(recipe, config, torch.bfloat16, lambda model: model.tie_weights())
     num_params = sum(p.numel() for p in model.parameters())
     # A run that was begun compiled goes on so, whatever its size.
     recipe = replace(recipe, compile=pick_compile(recipe, device, COMPILED_FROM if begun_compiled else num_params))
     if layers := getattr(config.get_text_config(), "num_hidden_layers", 0):
         recompute_by_layer(recipe.recompute, layers)  # says so if there are not so many
-    machine = unmeasured_machine(device)
+    machine = _shared_by(world, unmeasured_machine(device))
     recipe = world.share(lambda: with_length(recipe, config, tokenizer, machine, world.size, console.say))
     with console.phase(f"Reading {recipe.data}"), world.in_turn():
         data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say, token_flops(model))
@@ -117,8 +120,21 @@ def prepare_run(
         console.say(
             f"  {epochs} {counted(steps, 'step')}, fewer than --max-steps {recipe.max_steps}; --epochs adds more"
         )
+    check_same_data(recipe, data.fingerprint, total_steps, world)
     recipe = replace(recipe, data_format=data.data_format or "auto")  # so that `generate` asks as the rows did
     return Run(recipe, device, config, tokenizer, data, total_steps, num_params)
+
+
+def check_same_data(recipe: Recipe, fingerprint: str, total_steps: int, world: World) -> None:
+    """Refuse, on all ranks, a machine that has read something else: every machine reads its own copy of the data."""
+    first, *of_first = world.share(lambda: (platform.node(), fingerprint, total_steps))
+    differing = world.largest(world.rank if of_first != [fingerprint, total_steps] else -1)
+    if differing >= 0:
+        raise DataError(
+            f"rank {differing} has read other data than rank 0 on {first}",
+            where=recipe.data,
+            remedy="Every machine reads its own copy: give them the same files, under the same path.",
+        )
 
 
 def settle(recipe: Recipe, console: Console) -> Recipe:
@@ -180,6 +196,7 @@ def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]
     machine = world.share(
         lambda: this_machine(remeasure=False, say=console.say) if measured else unmeasured_machine(run.device)
     )
+    machine = _shared_by(world, machine)
     run = replace(run, recipe=with_recompute(run.recipe, machine, world.size))
     if world.many:  # the exchange between ranks is not measured
         return run, None
@@ -189,6 +206,11 @@ def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]
         return run, None
     console.say(short(plan) if plan.fits else "planned: does not fit; `penstock plan` says what would. Trying anyway.")
     return run, plan
+
+
+def _shared_by(world: World, machine: Machine) -> Machine:
+    """This machine, whose memory its own ranks share and no others."""
+    return replace(machine, gpus_per_host=world.local_size)
 
 
 def as_long_as_its_rows(run: Run) -> Recipe:

@@ -115,7 +115,7 @@ def find_beginning(
 ) -> Start:
     """What the run will do and from which step on, with every check that needs no weights."""
     saved = world.share(lambda: find_start(recipe.run_dir, resume, overwrite=overwrite))
-    begun = as_begun(recipe, saved)
+    begun = as_begun(recipe, saved, world.size)
     run = prepare_run(begun, console, world, resume=bool(resume), begun_compiled=was_compiled(saved))
     if saved:
         check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
