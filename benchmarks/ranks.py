@@ -12,6 +12,10 @@ import statistics
 import sys
 from pathlib import Path
 
+from penstock.bench.this_machine import this_machine
+from penstock.checkpoint.run_dir import run_recipe
+from penstock.plan.report import limited, make_plan
+
 WARM_UP = 3
 
 
@@ -22,7 +26,9 @@ def read(run: Path, name: str) -> object:
 
 def row(run: Path) -> dict[str, object]:
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
-    plan, timeline = read(run, "plan"), read(run, "timeline")
+    timeline, ranks = read(run, "timeline"), json.loads((run / "ranks.json").read_text())["ranks"]
+    recipe = run_recipe(run)
+    plan = make_plan(recipe, limited(this_machine(remeasure=False, say=lambda _: None), recipe), ranks)
     taken: dict[str, float] = {}
     for use in read(run, "memory"):
         taken[use["place"]] = taken.get(use["place"], 0.0) + use["num_bytes"] / 1e9
@@ -31,13 +37,13 @@ def row(run: Path) -> dict[str, object]:
         busy[span["lane"]] = busy.get(span["lane"], 0.0) + span["end"] - span["start"]
     return {
         "run": run.name,
-        "ranks": json.loads((run / "ranks.json").read_text())["ranks"],
+        "ranks": ranks,
         "step_s": round(statistics.median(line["step_seconds"] for line in metrics), 4),
         "loss": metrics[-1]["loss"],
         "gpu_gb": round(taken.get("gpu", 0.0), 2),
-        "gpu_planned_gb": round(plan.get("gpu_bytes", 0) / 1e9, 2),
+        "gpu_planned_gb": round(plan.peak_bytes("gpu") / 1e9, 2),
         "host_gb": round(taken.get("host", 0.0), 2),
-        "host_planned_gb": round(plan.get("host_bytes", 0) / 1e9, 2),
+        "host_planned_gb": round(plan.peak_bytes("host") / 1e9, 2),
         "lanes_s": {lane: round(seconds, 4) for lane, seconds in sorted(busy.items())},
     }
 

@@ -28,7 +28,7 @@ train() {  # NAME SECONDS RANKS FLAGS...
   local name=$1 limit=$2 ranks=$3
   shift 3
   timeout "$limit" python3 -m penstock train llama-8b --init random --shape num_hidden_layers=8 --tokenizer demo --data demo \
-    --epochs 100 --max-steps 8 --batch-size 4 --keep 0 --prompt None --gpus "$ranks" --gpu-memory "$((132 / ranks))GB" \
+    --no-packing --max-steps 8 --batch-size 4 --keep 0 --prompt None --gpus "$ranks" --gpu-memory "$((132 / ranks))GB" \
     --output-dir "$OUT/$name" --overwrite "$@" > "$OUT/$name.log" 2>&1
   echo "$name: exit $?"
   rm -rf "$OUT/$name/model"
@@ -43,7 +43,7 @@ for job in "$@"; do
       train deepspeed-superoffload 150 2 $engine --mode superoffload
       train deepspeed-zerooffload 150 2 $engine --mode zerooffload --keep 2 --save-every 2
       train deepspeed-resumed 100 2 $engine --mode zerooffload --resume "$OUT/deepspeed-zerooffload/checkpoints/step-00000002"
-      tail -n 1 "$OUT"/deepspeed-*/metrics.jsonl | cut -c1-120 ;;  # the last two should be the same
+      tail -n 1 "$OUT"/deepspeed-{zerooffload,resumed}/metrics.jsonl | cut -c1-120 ;;  # which should be the same
     overhead)
       for ranks in 1 2 4; do train "ranks-$ranks" 120 "$ranks" --homes gpu=0.5,host=0.5 --micro-batch-size 1 --recompute full; done
       python3 benchmarks/ranks.py "$OUT"/ranks-1 "$OUT"/ranks-2 "$OUT"/ranks-4 | tee "$OUT/ranks.txt" ;;
