@@ -82,6 +82,15 @@ def private_cache(tmp_path_factory):
 
 
 @pytest.fixture
+def own_modules(tmp_path, monkeypatch):
+    """A place for code that comes with models, in which transformers has found none yet."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).name != "modules"])
+
+
+@pytest.fixture
 def graphs_only(monkeypatch):
     """Layers are compiled to graphs, which run as they are: no kernels are made of them, which takes longest."""
     import torch

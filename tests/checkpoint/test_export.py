@@ -145,8 +145,7 @@ def test_a_checkpoint_with_such_a_generation_config_is_exported(tmp_path, monkey
     assert json.loads((run / "model" / "generation_config.json").read_text()) == written
 
 
-def test_code_that_comes_in_two_files_is_exported_with_the_model(tmp_path, monkeypatch, tokenizer):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_code_that_comes_in_two_files_is_exported_with_the_model(tmp_path, own_modules, tokenizer):
     recipe = Recipe(model=str(with_own_code(tmp_path / "model")), trust_remote_code=True)
     model = load_model(recipe, load_config(recipe), torch.device("cpu"), lambda _: None)
     export(model, tokenizer, tmp_path / "out", trust_remote_code=True)

@@ -430,8 +430,7 @@ class TinyModel(LlamaForCausalLM):
 """
 
 
-def test_code_of_the_model_runs_only_when_asked_for_and_loudly(tmp_path, said, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_code_of_the_model_runs_only_when_asked_for_and_loudly(tmp_path, said, own_modules):
     directory = tmp_path / "model"
     expected = saved(directory, "llama", shard_size="1GB")
     (directory / "tiny_remote.py").write_text(REMOTE)

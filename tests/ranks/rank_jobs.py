@@ -31,7 +31,7 @@ from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE, SHARE_GPU, bind, find_world, joined
 from penstock.errors import Interrupted, ModelError, RecipeError, UserError
 from penstock.model.attention import use_attention
-from penstock.model.load import load_config, load_model, load_tokenizer
+from penstock.model.load import load_config, load_model, load_tokenizer, model_class
 from penstock.model.load_rows import _read, build_on_meta
 from penstock.model.source import find_source
 from penstock.offload.adamw import OffloadAdamW
@@ -336,9 +336,11 @@ def exporting(directory, preset, model="", modules=""):
     export_ranks.FILE_BYTES = 40_000
     recipe = tiny(preset, init="random")
     if model:  # one with code of its own
-        dynamic_module_utils.HF_MODULES_CACHE = f"{modules}-{world.rank}"
+        dynamic_module_utils.HF_MODULES_CACHE = modules
         recipe = dataclasses.replace(tiny(), model=model, init="pretrained", shape=None, trust_remote_code=True)
     with joined(world, DEVICE):
+        with world.in_turn():  # as a run does
+            model_class(recipe, load_config(recipe))
         model, _ = load(world, recipe)
         tokenizer = load_tokenizer(recipe)
         use_attention(model, "auto")

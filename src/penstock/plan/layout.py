@@ -221,7 +221,7 @@ def largest_gradients(chunks: Iterable[Chunk], unit_of: Mapping[int, int]) -> in
 def cut(whole: Chunk, chunk_size: int) -> list[Chunk]:
     """A parameter, given as one chunk, in chunks of at most so many elements, rounded up to whole blocks."""
     step = whole.format.whole_blocks(chunk_size)
-    if whole.size <= step:
+    if 0 < whole.size <= step:
         return [whole]
     return [replace(whole, start=at, size=min(step, whole.size - at)) for at in range(0, whole.size, step)]
 
