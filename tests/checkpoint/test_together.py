@@ -66,7 +66,7 @@ def test_every_rank_has_its_files_and_one_manifest_vouches_for_all(tmp_path):
 def test_a_rank_that_fails_ends_the_save_of_all_and_leaves_nothing(tmp_path):
     directory, found = save(tmp_path, 2, broken=1)
     assert found[0][1:] == ("RankLost", found[0][2])
-    assert "rank 1 could not save" in found[0][2]
+    assert "rank 1: could not save" in found[0][2]
     assert found[1][1] == "KeyError"
     assert find(directory) == []
     assert list(directory.iterdir()) == []

@@ -6,15 +6,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from penstock.command.cli import main
+from penstock.engine import ranks as ranks_module
+from penstock.engine.ranks import Meeting, World
 from penstock.errors import RankLost, RecipeError
+from penstock.machine import launch as launch_module
 from penstock.machine import lost
-from penstock.machine.launch import Machines, launch
+from penstock.machine.launch import AGREED, MET, Machines, _report, _tell_other_machines, launch
 
 DEVICE = "cuda" if os.environ.get("PENSTOCK_SHARE_GPU") == "1" else "cpu"
 TINY = "num_hidden_layers=1,hidden_size=16,intermediate_size=16,num_attention_heads=2,num_key_value_heads=1,head_dim=8"
@@ -76,44 +81,76 @@ def test_ranks_of_several_machines_count_on():
 
 
 @pytest.fixture
-def store():
-    """Where ranks meet, in a process of its own, as it may freeze."""
-    code = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
-    command = [sys.executable, "-c", f"{code}; print(s.port, flush=True); sys.stdin.read()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        process.address = "127.0.0.1", int(process.stdout.readline())
-        yield process
-        process.kill()
+def port():
+    """Which nobody listens at yet."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
-@pytest.mark.slow
-def test_what_a_watch_tells_and_hears(store, monkeypatch):
-    left = []
-    monkeypatch.setattr(lost, "LOOK_SECONDS", 0.2)
-    monkeypatch.setattr(lost, "GRACE_SECONDS", 0.2)
-    monkeypatch.setattr(lost, "leave", lambda error, rank: left.append((str(error), rank)))
-    first, second, third = (lost.Watch(store.address, rank) for rank in range(3))
-    third.end(None)
-    first.end(ValueError("no such thing\nand more"))
-    with pytest.raises(RankLost, match="rank 0 failed: no such thing"):
-        lost.Watch(store.address, 3).end(RuntimeError("gloo: Connection closed by peer"))
-    deadline = time.monotonic() + 20
-    while not left and time.monotonic() < deadline:
-        time.sleep(0.05)
-    second.end(None)
-    ((message, rank),) = set(left)
-    assert (rank, "rank 0 failed: no such thing" in message) == (1, True), "the one that had ended hears nothing"
+def test_a_rank_that_says_why_it_failed_comes_before_one_that_a_library_ended(tmp_path, capsys):
+    """As torch ends ranks with SIGABRT when NCCL tells it that another is gone."""
+    (tmp_path / "1.error").write_text("the GPU is out of memory")
+    assert _report([-signal.SIGABRT, 3], tmp_path, ["train"], first_rank=0) == 3
+    assert "rank 1: the GPU is out of memory" in capsys.readouterr().err
+    (tmp_path / "1.error").write_text("the run has lost a rank")
+    assert _report([-signal.SIGKILL, 6], tmp_path, ["train"], first_rank=0) == 128 + signal.SIGKILL
 
 
-@pytest.mark.slow
-def test_a_watch_waits_for_no_store_that_is_frozen(store, monkeypatch):
-    monkeypatch.setattr(lost, "LOOK_SECONDS", 0.2)
-    watch = lost.Watch(store.address, 1)
-    store.send_signal(signal.SIGSTOP)
+@pytest.mark.parametrize(
+    ("code", "mark", "note", "heard"),
+    [
+        (143, AGREED, "stopped by SIGTERM; saved", ""),
+        (143, "", "stopped by SIGTERM while no step was under way\nmore", "rank 2 failed: stopped by SIGTERM while no"),
+        (4, AGREED, "the gradient was not finite", ""),
+        (6, "", "the run has lost a rank", ""),
+        (-9, "", "", "rank 2 was killed by SIGKILL"),
+        (0, "", "", ""),
+    ],
+)
+def test_a_launcher_tells_other_machines_what_they_do_not_know(tmp_path, port, code, mark, note, heard):
+    """Nothing of a rank that left as all had agreed: it would end those that still finish their work."""
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    for word in filter(None, (MET, mark)):
+        (tmp_path / f"2.{word}").touch()
+    if note:
+        (tmp_path / "2.error").write_text(note)
+    machines = Machines(gpus=2, nodes=2, node_rank=1, rendezvous=f"127.0.0.1:{port}")
+    _tell_other_machines([code, 0], tmp_path, machines, ("127.0.0.1", port))
+    found = store.get(lost.KEY).decode() if store.check([lost.KEY]) else ""
+    assert found.startswith(heard)
+    assert bool(found) == bool(heard)
+
+
+def test_a_refusal_waits_for_a_first_rank_that_comes_later(tmp_path, port):
+    (tmp_path / "1.error").write_text("wandb is not installed\n  pip install wandb")
+    machines = Machines(gpus=1, nodes=2, node_rank=1, rendezvous=f"127.0.0.1:{port}")
+    teller = threading.Thread(target=_tell_other_machines, args=([2], tmp_path, machines, ("127.0.0.1", port)))
+    teller.start()
     time.sleep(1)
-    began = time.monotonic()
-    watch.end(ValueError("its own"))
-    assert time.monotonic() - began < 5
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    teller.join(20)
+    assert store.check([lost.KEY])
+    assert store.get(lost.KEY) == b"rank 1 failed: wandb is not installed"
+
+
+def test_a_refusal_of_the_first_rank_reaches_those_that_wait_for_it(tmp_path, port, monkeypatch):
+    """Nobody keeps the store of the ranks then: its launcher does, until the others have come."""
+    monkeypatch.setattr(lost, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(launch_module, "TELLING_SECONDS", 60.0)
+    monkeypatch.setattr(ranks_module, "MEETING_SECONDS", 10.0)
+    (tmp_path / "0.error").write_text("wandb is not installed")
+    machines = Machines(gpus=1, nodes=2, node_rank=0, rendezvous=f"127.0.0.1:{port}")
+    teller = threading.Thread(target=_tell_other_machines, args=([2], tmp_path, machines, ("127.0.0.1", port)))
+    teller.start()
+    meeting = Meeting(World(1, 2, 0, 1), ("127.0.0.1", port))
+    meeting.open_store()
+    watch = lost.Watch(("127.0.0.1", port), 1, 2)
+    with pytest.raises(RankLost, match="rank 0 failed: wandb is not installed"):
+        meeting.wait_for_all(watch)
+    watch.end(None)
+    teller.join(20)
+    assert not teller.is_alive()
 
 
 def test_an_error_of_all_ranks_is_shown_once_with_its_code(capfd):
@@ -251,11 +288,8 @@ def test_a_rank_that_runs_out_of_memory_ends_all_with_its_message(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_is_killed_on_one_machine_ends_those_of_the_other(tmp_path, killed):
+def test_a_rank_that_is_killed_on_one_machine_ends_those_of_the_other(tmp_path, port, killed):
     """Two machines, as far as one can be two: a launcher each, which sees its own ranks only."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     run = tmp_path / "run"
     words = ["--max-steps", "5000", "--epochs", "5000", "--output-dir", run, "--nodes", "2", "--json"]
     words += ["--rendezvous", f"127.0.0.1:{port}", "--node-rank"]
@@ -268,6 +302,50 @@ def test_a_rank_that_is_killed_on_one_machine_ends_those_of_the_other(tmp_path, 
     assert time.monotonic() - at < 60
     codes = [machine.returncode for machine in machines]
     assert (codes[killed], codes[1 - killed]) == (128 + signal.SIGKILL, 6), said
-    lost = "rank 0 is gone" if killed == 0 else "rank 1 was killed by SIGKILL"
-    assert f"penstock: rank {1 - killed}: the run has lost a rank: {lost}" in said[1 - killed]
+    heard = "rank 0 is gone" if killed == 0 else "rank 1 was killed by SIGKILL"
+    assert f"penstock: rank {1 - killed}: the run has lost a rank: {heard}" in said[1 - killed]
     assert "with --resume goes on" in said[1 - killed]
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_refused_ends_the_wait_of_the_other(tmp_path, port):
+    """Its ranks fail before they have met anybody: here for want of a tracker."""
+    words = ["--max-steps", "2", "--output-dir", tmp_path / "run", "--nodes", "2"]
+    words += ["--rendezvous", f"127.0.0.1:{port}", "--node-rank"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    first = start(*RUN, *words, 0, env=environment)
+    second = start(*RUN, *words, 1, "--track", "wandb", env=environment)
+    refused = second.communicate(timeout=100)[1]
+    _, said = first.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (6, 2), (said, refused)
+    assert "penstock: rank 0: the run has lost a rank: rank 1 failed: " in said
+    assert "wandb" in said
+
+
+SLOW_TRACKER = """
+import os, time
+class Settings:
+    def __init__(self, **_): pass
+class Run:
+    def log(self, *_, **__): pass
+    def finish(self):
+        time.sleep(8)
+        open(os.environ["FINISHED"], "w").close()
+def init(**_): return Run()
+"""
+
+
+@pytest.mark.slow
+def test_a_first_rank_that_finishes_its_trackers_is_not_ended_by_one_that_has_none(tmp_path):
+    (tmp_path / "wandb.py").write_text(SLOW_TRACKER)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "FINISHED": str(tmp_path / "finished")}
+    run = tmp_path / "run"
+    words = ["--max-steps", "5000", "--epochs", "5000", "--gpus", "2", "--output-dir", run, "--track", "wandb"]
+    process = start(*RUN, *words, env=environment)
+    wait_for_rows(run, 2, process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert (tmp_path / "finished").exists()
+    assert not (run / "lock").exists()

@@ -57,5 +57,5 @@ def _told(world: World, act: Any) -> list[Any]:
         raise failure
     for rank, (message, _) in enumerate(everyone):
         if message:
-            raise RankLost(f"rank {rank} could not save: {message}", remedy="Its machine shows why.")
+            raise RankLost(f"could not save: {message}", where=f"rank {rank}", remedy="Its machine shows why.")
     return [value for _, value in everyone]

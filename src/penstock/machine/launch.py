@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -26,6 +27,12 @@ from penstock.machine.signals import handling
 
 ERRORS = "PENSTOCK_ERRORS"
 """Names a directory in which a rank leaves its error, instead of printing it."""
+MET, AGREED = "met", "agreed"
+"""What a rank notes there too: that all ranks have met; that it leaves as all agreed to, whatever its exit code."""
+TERMINAL = "PENSTOCK_TERMINAL"
+"""Names the launcher's standard error, for what a rank whose output is hidden has to say to people."""
+TELLING_SECONDS = 30.0
+"""How long other machines are told of a rank that failed before they met: they may still be importing torch."""
 GRACE_SECONDS = 5.0
 """After one rank has ended by an error: the others may be ending too, by the same or because of it."""
 
@@ -50,7 +57,7 @@ class Machines:
                 where=f"--node-rank {self.node_rank}",
                 remedy=f"They count from 0: the last is {self.nodes - 1}.",
             )
-        if self.nodes > 1 and not (host and port.isdigit()):
+        if self.nodes > 1 and not (host and port.isdigit() and int(port) < 2**16):
             raise RecipeError(
                 f"{self.nodes} machines must find each other",
                 where=f"--rendezvous {self.rendezvous!r}",
@@ -97,9 +104,11 @@ def launch(words: Sequence[str], machines: Machines, *, debug: bool) -> int:
             processes.append(_start(words, environment, Path(notes), shown=variables["RANK"] == "0" or debug))
         with _passing_signals_to(processes):
             codes = _wait_for(processes)
+        first_rank = machines.node_rank * machines.gpus
+        exit_code = _report(codes, Path(notes), words, first_rank=first_rank)
         if machines.nodes > 1:
-            _tell_other_machines(codes, address, first_rank=machines.node_rank * machines.gpus)
-        return _report(codes, Path(notes), words, first_rank=machines.node_rank * machines.gpus)
+            _tell_other_machines(codes, Path(notes), machines, address)
+        return exit_code
 
 
 def _start(words: Sequence[str], environment: dict[str, str], notes: Path, *, shown: bool) -> subprocess.Popen[bytes]:
@@ -107,10 +116,19 @@ def _start(words: Sequence[str], environment: dict[str, str], notes: Path, *, sh
     command = [sys.executable, "-m", "penstock", *words]
     if shown:
         return subprocess.Popen(command, env=environment, start_new_session=True)
-    with open(notes / f"{environment['RANK']}.output", "wb") as output:
-        return subprocess.Popen(
-            command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=output
-        )
+    terminal = os.dup(2)
+    try:
+        with open(notes / f"{environment['RANK']}.output", "wb") as output:
+            return subprocess.Popen(
+                command,
+                env={**environment, TERMINAL: str(terminal)},
+                start_new_session=True,
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+                pass_fds=[terminal],
+            )
+    finally:
+        os.close(terminal)
 
 
 @contextmanager
@@ -139,15 +157,43 @@ def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
         return [0 if process in waiting else process.wait() for process in processes]
 
 
-def _tell_other_machines(codes: Sequence[int], address: tuple[str, int], *, first_rank: int) -> None:
+def _tell_other_machines(codes: Sequence[int], notes: Path, machines: Machines, address: tuple[str, int]) -> None:
     """Ranks there wait for one that ended here, perhaps without a chance to say so itself."""
-    ended = [(first_rank + index, code) for index, code in enumerate(codes) if code not in (0, RankLost.exit_code)]
-    if ended:
-        from penstock.machine.lost import announce, meeting_store
+    first_rank = machines.node_rank * machines.gpus
+    ended = [
+        (code, first_rank + index)
+        for index, code in enumerate(codes)
+        if code not in (0, RankLost.exit_code) and not _mark(notes, first_rank + index, AGREED).exists()
+    ]
+    if not ended:
+        return
+    code, rank = _first_of(ended, notes)
+    note = notes / f"{rank}.error"
+    text = f"rank {rank} " + (f"failed: {_first_line(note)}" if note.exists() else _how(code))
+    met = any(_mark(notes, first_rank + index, MET).exists() for index in range(len(codes)))
+    if not met:
+        print(f"penstock: telling the other machines, for up to {TELLING_SECONDS:.0f} s", file=sys.stderr)
+    with suppress(Exception, KeyboardInterrupt):  # rank 0 may be the one that was killed, and nobody is there to hear
+        from penstock.machine.lost import announce, announce_for, meeting_store
 
-        rank, code = min(ended, key=lambda one: one[1])  # killed ones have negative codes
-        with suppress(Exception):  # the first rank keeps the store, and may be the one that was killed
-            announce(meeting_store(address, seconds=5.0), f"rank {rank} {_how(code)}")
+        if machines.node_rank == 0 and not met:  # rank 0 has not opened their store, or took it along
+            announce_for(TELLING_SECONDS, text, address, range(machines.gpus, machines.ranks))
+        else:
+            _wait_until_open(address, 0.0 if met else TELLING_SECONDS)  # rank 0 may be later than those of this machine
+            announce(meeting_store(address, seconds=5.0), text)
+
+
+def _wait_until_open(address: tuple[str, int], seconds: float) -> None:
+    """Until somebody listens there; fails after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection(address, timeout=1.0).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
 def _how(code: int) -> str:
@@ -159,8 +205,7 @@ def _report(codes: Sequence[int], notes: Path, words: Sequence[str], *, first_ra
     failed = [(code, first_rank + index) for index, code in enumerate(codes) if code]
     if not failed:
         return 0
-    # A rank that lost another fails too, perhaps earlier than the other is seen to have ended.
-    code, rank = min(failed, key=lambda f: (f[0] == RankLost.exit_code, f[0] == 1, _time_of(notes, f[1])))
+    code, rank = _first_of(failed, notes)
     note, output = notes / f"{rank}.error", notes / f"{rank}.output"
     if note.exists():
         message = note.read_text(encoding="utf-8")
@@ -174,9 +219,40 @@ def _report(codes: Sequence[int], notes: Path, words: Sequence[str], *, first_ra
     return exit_code
 
 
-def _time_of(notes: Path, rank: int) -> float:
-    note = notes / f"{rank}.error"
-    return note.stat().st_mtime if note.exists() else 0.0
+def _first_of(failed: Sequence[tuple[int, int]], notes: Path) -> tuple[int, int]:
+    """Exit code and rank of the one that the others failed because of.
+
+    One that lost another fails too, perhaps earlier than the other is seen to have ended; or a library ends it with a
+    signal, and it says nothing. So one that says why comes before one that does not.
+    """
+
+    def order(one: tuple[int, int]) -> tuple[bool, bool, bool, float]:
+        code, rank = one
+        note = notes / f"{rank}.error"
+        wrote = note.exists()
+        return code == RankLost.exit_code, code == 1, not wrote, note.stat().st_mtime if wrote else 0.0
+
+    return min(failed, key=order)
+
+
+def _first_line(note: Path) -> str:
+    return note.read_text(encoding="utf-8").partition("\n")[0]
+
+
+def _mark(notes: Path, rank: int, word: str) -> Path:
+    return notes / f"{rank}.{word}"
+
+
+def leave_mark(word: str) -> None:
+    """Tell the launcher that started this rank, if one did, how far it has come."""
+    if ERRORS in os.environ:
+        _mark(Path(os.environ[ERRORS]), int(os.environ["RANK"]), word).touch()
+
+
+def say_here(text: str) -> None:
+    """Say something to the people at this machine, although a launcher may hide what this rank prints."""
+    with suppress(OSError):  # the terminal may be gone
+        os.write(int(os.environ.get(TERMINAL, "2")), f"penstock: {text}\n".encode())
 
 
 def leave_error(message: str) -> bool:

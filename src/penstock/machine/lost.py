@@ -2,15 +2,19 @@
 
 A rank that waits for another does so for ever: no kernel of NCCL asks whether the other end still lives, and only the
 launcher of its own machine sees a process die. So whoever knows writes it into the store through which the ranks met: a
-rank before it leaves by an error, a launcher for one that was killed. Every rank has a thread that looks there. Time
-limits of torch's collectives were rejected: while one rank reads weights the others wait long, and nothing is wrong.
+rank before it leaves by an error, a launcher for one that was killed. Every rank has a thread that looks there. Of a
+machine that freezes or loses power nobody can write anything: so that thread counts too, the first rank looks whether
+all counters move, and the others whether the first rank, which keeps the store, still answers. Time limits of torch's
+collectives were rejected: while one rank reads weights the others wait long, and nothing is wrong.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from threading import Event, Thread
@@ -21,15 +25,26 @@ from penstock.errors import RankLost, tell
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-KEY = f"penstock/failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-"""torchrun keeps its store when it starts the ranks again."""
+KEYS = f"penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+"""Where all keys of these ranks begin: torchrun keeps its store when it starts the ranks again."""
+KEY = f"{KEYS}/failure"
+GONE = "rank 0 is gone"
+"""When nobody keeps the store any more."""
 LOOK_SECONDS = 2.0
+SILENT_SECONDS = 120.0
+"""How long a rank may give no sign of life. Its thread needs the lock of the interpreter for one, which a call into a
+compiler or a driver may keep for a minute. Two minutes are longer than that, and little beside what is lost anyway."""
 WORD_SECONDS = 20.0
 """How long a rank that lost a connection waits to hear whose: the launcher of a killed one takes some seconds."""
 GRACE_SECONDS = 5.0
 """What a rank that heard of a failure has to end by itself: often all fail alike, each with its own message."""
 CONNECTION_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "remote process exited")
 """What gloo and NCCL say, in errors of no type of their own, when another rank is gone."""
+
+
+def event_key(event: str, rank: int) -> str:
+    """Where a rank says that it has come to `event`; under `alive` it counts for as long as it lives."""
+    return f"{KEYS}/{event}/{rank}"
 
 
 def meeting_store(address: tuple[str, int], seconds: float = 30.0) -> TCPStore:
@@ -45,55 +60,150 @@ def announce(store: TCPStore, text: str) -> None:
     store.compare_set(KEY, "", text)
 
 
+def announce_for(seconds: float, text: str, address: tuple[str, int], ranks: Iterable[int]) -> None:
+    """Keep the store in place of rank 0, which has failed before it could, until all of these ranks have come."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    limit = timedelta(seconds=seconds)
+    store = TCPStore(*address, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=limit)
+    announce(store, text)
+    deadline = time.monotonic() + seconds
+    keys = [event_key("here", rank) for rank in ranks]
+    while not store.check(keys) and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS / 10)
+    time.sleep(LOOK_SECONDS)  # the last one to come reads it now
+
+
 def lost_connection(error: BaseException) -> bool:
     """Whether this error only says that another rank is gone."""
     return isinstance(error, RuntimeError) and any(word in str(error) for word in CONNECTION_WORDS)
 
 
-class Watch:
-    """Looks for word of a failed rank while this one trains, and ends it if it cannot end itself."""
+class Pulses:
+    """Which ranks give no sign of life any more.
 
-    def __init__(self, address: tuple[str, int], rank: int) -> None:
-        self._store, self._rank = meeting_store(address), rank
+    Time is counted in looks of this process, not by the clock: if all of them were stopped and go on, as SLURM does
+    with a job, none has looked for long, and none is taken for dead.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int]] = {}
+
+    def silent(self, rank: int, count: int) -> bool:
+        """Whether the counter of this rank has stood still for too long. One that is not there yet has 0."""
+        before, looks = self._seen.get(rank, (0, 0))
+        looks = looks + 1 if count and count == before else 0
+        self._seen[rank] = count, looks
+        return looks * LOOK_SECONDS >= SILENT_SECONDS
+
+
+class Watch:
+    """What a rank tells the others and hears of them. It ends this rank if another is lost and it cannot end itself."""
+
+    def __init__(self, address: tuple[str, int], rank: int, size: int) -> None:
+        self._store, self._rank, self._size = meeting_store(address), rank, size
         self._over = Event()
         self._heard = ""
-        self._thread = Thread(target=self._look, name="penstock-watch", daemon=True)
-        self._thread.start()
+        self._looks = 0
+        self._pulses = Pulses()
+        self._looking = Thread(target=self._look, name="penstock-watch", daemon=True)
+        self._guarding = Thread(target=self._guard, name="penstock-guard", daemon=True)
+        self._looking.start()
+        self._guarding.start()
 
     def _look(self) -> None:
-        while not self._over.wait(LOOK_SECONDS):
-            if self._ask() and not self._over.wait(GRACE_SECONDS):
-                leave(self._loss(), self._rank)
+        while not self._ask():
+            self._looks += 1
+            if self._over.wait(LOOK_SECONDS):
+                return
 
     def _ask(self) -> str:
         try:
             if not self._heard and self._store.check([KEY]):
                 self._heard = self._store.get(KEY).decode()
+            if not self._heard:
+                self._give_sign()
         except RuntimeError:  # the store is in the process of the first rank
-            self._heard = "rank 0 is gone"
+            self._heard = self._heard or GONE
         return self._heard
 
-    def _loss(self) -> RankLost:
+    def _give_sign(self) -> None:
+        """Count on; the first rank looks at the counters of the others."""
+        self._store.add(event_key("alive", self._rank), 1)
+        for rank in range(1, self._size) if self._rank == 0 else ():
+            if self._pulses.silent(rank, self._store.add(event_key("alive", rank), 0)):
+                announce(self._store, f"rank {rank} {silence()}")
+
+    def _guard(self) -> None:
+        """End this rank. A thread of its own: the other one waits for ever if the store is on a machine that froze."""
+        seen = unanswered = 0
+        while not self._over.wait(LOOK_SECONDS):
+            unanswered = unanswered + 1 if self._looks == seen else 0
+            seen = self._looks
+            if unanswered * LOOK_SECONDS >= SILENT_SECONDS:
+                self._heard = self._heard or f"rank 0 {silence()}"
+            if self._heard and not self._over.wait(GRACE_SECONDS):
+                leave(self.loss(self._heard), self._rank)
+
+    def loss(self, heard: str) -> RankLost:
+        """Why this rank cannot go on. What was heard first stays: others follow from it."""
+        self._heard = self._heard or heard
         remedy = "Its machine shows why. The same command with --resume goes on from the newest checkpoint."
-        heard = self._heard or "a connection was closed"
-        return RankLost(heard, where="the run has lost a rank", remedy=remedy)
+        return RankLost(self._heard, where="the run has lost a rank", remedy=remedy)
+
+    def tell(self, event: str, text: str = "") -> None:
+        """Have the others know that this rank has come to `event`."""
+        try:
+            self._store.set(event_key(event, self._rank), text)
+        except RuntimeError as error:
+            raise self.loss(GONE) from error
+
+    def absent(self, event: str) -> list[int]:
+        """Ranks that have not come to `event` yet. Refused once a rank is lost, which may be one of them."""
+        keys = [event_key(event, rank) for rank in range(self._size)]
+        try:
+            if self._heard:
+                raise self.loss(self._heard)
+            if self._store.check(keys):
+                return []
+            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        except RuntimeError as error:
+            raise self.loss(GONE) from error
+
+    def told(self, event: str) -> list[str]:
+        """What each rank said when it came to `event`, which all have."""
+        return [self._store.get(event_key(event, rank)).decode() for rank in range(self._size)]
 
     def end(self, error: BaseException | None) -> None:
         """This rank ends now. Others are told of an error of its own; one that is another's becomes that one's."""
         self._over.set()
-        self._thread.join(LOOK_SECONDS)
-        answers = not self._thread.is_alive()  # a store whose machine is frozen gives none, for as long as it is asked
+        self._looking.join(LOOK_SECONDS)
+        answers = not self._looking.is_alive()  # a store whose machine is frozen gives none, for as long as it is asked
         if error is None:
             return
         if not lost_connection(error):
             with suppress(RuntimeError):  # nobody may be left to be told
                 if answers:
-                    announce(self._store, f"rank {self._rank} failed: {first_line(error)}")
+                    announce(self._store, f"rank {self._rank} {what_happened(error)}")
             return
         deadline = time.monotonic() + WORD_SECONDS
         while answers and not self._ask() and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS / 10)
-        raise self._loss() from error
+        raise self.loss("a connection was closed") from error
+
+
+def silence() -> str:
+    """What is said of a rank that gives no sign of life."""
+    return (
+        f"has given no sign of life for {SILENT_SECONDS:.0f} s; its machine may be frozen, or without power or network"
+    )
+
+
+def what_happened(error: BaseException) -> str:
+    """To a rank that leaves by this error, after its number."""
+    if isinstance(error, KeyboardInterrupt):
+        return f"was stopped by {signal.Signals(error.args[0] if error.args else signal.SIGINT).name}"
+    return f"failed: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:

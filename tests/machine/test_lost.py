@@ -1,0 +1,163 @@
+"""What ranks hear of each other: who failed, who is silent, who has come."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from torch.distributed import TCPStore
+
+from penstock.errors import RankLost
+from penstock.machine import lost
+
+
+@pytest.fixture
+def address():
+    """Where ranks meet."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield "127.0.0.1", store.port
+    del store
+
+
+@pytest.fixture
+def store():
+    """Where ranks meet, in a process of its own, as it may freeze."""
+    code = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
+    command = [sys.executable, "-c", f"{code}; print(s.port, flush=True); sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.address = "127.0.0.1", int(process.stdout.readline())
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """Ranks that were ended, with what they said. Looks are quick."""
+    found = set()
+    monkeypatch.setattr(lost, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(lost, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(lost, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(lost, "leave", lambda error, rank: found.add((rank, str(error).splitlines()[0])))
+    return found
+
+
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_what_a_watch_tells_and_hears(address, left):
+    first, second, third = (lost.Watch(address, rank, 4) for rank in range(3))
+    third.end(None)
+    first.end(ValueError("no such thing\nand more"))
+    with pytest.raises(RankLost, match="rank 0 failed: no such thing"):
+        lost.Watch(address, 3, 4).end(RuntimeError("gloo: Connection closed by peer"))
+    wait_until(lambda: left)
+    second.end(None)
+    ((rank, message),) = left
+    assert (rank, "rank 0 failed: no such thing" in message) == (1, True), "the one that had ended hears nothing"
+
+
+def test_a_rank_that_was_stopped_says_so(address, left):
+    lost.Watch(address, 0, 2).end(KeyboardInterrupt(signal.SIGTERM))
+    with pytest.raises(RankLost, match="rank 0 was stopped by SIGTERM"):
+        lost.Watch(address, 1, 2).end(RuntimeError("gloo: Connection closed by peer"))
+
+
+def test_a_watch_waits_for_no_store_that_is_frozen(store, monkeypatch):
+    monkeypatch.setattr(lost, "LOOK_SECONDS", 0.2)
+    watch = lost.Watch(store.address, 1, 2)
+    store.send_signal(signal.SIGSTOP)
+    time.sleep(1)
+    began = time.monotonic()
+    watch.end(ValueError("its own"))
+    assert time.monotonic() - began < 5
+
+
+def test_a_rank_that_falls_silent_ends_all(address, left):
+    """As where its machine froze: its connections stay open, and nobody there can say anything."""
+    silent = lost.Watch(address, 2, 3)
+    wait_until(lambda: silent._looks)
+    silent.end(None)
+    others = [lost.Watch(address, rank, 3) for rank in (0, 1)]
+    wait_until(lambda: len(left) == 2)
+    for watch in others:
+        watch.end(None)
+    assert {rank for rank, _ in left} == {0, 1}
+    assert all("the run has lost a rank: rank 2 has given no sign of life for" in message for _, message in left)
+
+
+def test_ranks_that_live_or_have_not_come_yet_are_not_silent(address, left):
+    watches = [lost.Watch(address, rank, 3) for rank in (0, 1)]
+    time.sleep(4 * lost.SILENT_SECONDS)
+    for watch in watches:
+        watch.end(None)
+    assert not left
+
+
+def test_a_first_rank_that_falls_silent_ends_the_others(store, left):
+    """The store is in its process, and a question to it is never answered."""
+    watch = lost.Watch(store.address, 1, 2)
+    wait_until(lambda: watch._looks)
+    store.send_signal(signal.SIGSTOP)
+    wait_until(lambda: left)
+    watch.end(None)
+    ((rank, message),) = left
+    assert (rank, "rank 0 has given no sign of life" in message) == (1, True)
+
+
+def test_silence_is_counted_in_looks_so_that_a_run_may_be_stopped_and_go_on(monkeypatch):
+    monkeypatch.setattr(lost, "LOOK_SECONDS", 2.0)
+    monkeypatch.setattr(lost, "SILENT_SECONDS", 6.0)
+    pulses = lost.Pulses()
+    assert [pulses.silent(1, count) for count in (0, 0, 0, 0, 0)] == [False] * 5, "it has not come yet"
+    assert [pulses.silent(1, count) for count in (1, 2, 2, 2, 3)] == [False] * 5
+    assert [pulses.silent(1, 3) for _ in range(4)] == [False, False, True, True]
+    assert not pulses.silent(1, 4)
+
+
+def test_ranks_wait_for_each_other_and_for_none_that_is_lost(address, left):
+    first, second = (lost.Watch(address, rank, 2) for rank in range(2))
+    assert first.absent("here") == [0, 1]
+    first.tell("here")
+    assert second.absent("here") == [1]
+    second.tell("here", "with a word")
+    assert (first.absent("here"), second.absent("here")) == ([], [])
+    assert first.told("here") == ["", "with a word"]
+    assert second.absent("end") == [0, 1]
+    first.end(ValueError("no such thing"))
+    wait_until(lambda: second._heard)
+    with pytest.raises(RankLost, match="rank 0 failed: no such thing"):
+        second.absent("end")
+    second.end(None)
+
+
+def test_a_store_that_is_gone_is_a_lost_rank(store, left):
+    watch = lost.Watch(store.address, 1, 2)
+    wait_until(lambda: watch._looks)
+    store.kill()
+    store.wait()
+    with pytest.raises(RankLost, match="rank 0 is gone"):
+        watch.absent("end")
+    watch.end(None)
+
+
+def test_a_launcher_tells_in_place_of_a_first_rank_that_is_gone(left):
+    """And stays no longer than all others need to read it."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = listener.getsockname()
+    thread = threading.Thread(target=lost.announce_for, args=(60.0, "rank 0 failed: no tracker", address, [1]))
+    thread.start()
+    watch = lost.Watch(address, 1, 2)
+    watch.tell("here")
+    thread.join(20)
+    assert not thread.is_alive()
+    wait_until(lambda: watch._heard)
+    watch.end(None)
+    assert watch._heard == "rank 0 failed: no tracker"
