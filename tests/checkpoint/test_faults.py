@@ -213,8 +213,8 @@ from penstock.engine.ranks import World
 largest, calls = World.largest, []
 def interrupted(self, number):
     agreed = largest(self, number)
-    calls.append(1)
-    if len(calls) == 2:
+    calls.append(number)
+    if len(calls) == 3:  # of the data, and after two steps
         os.kill(os.getpid(), signal.SIGTERM)
     return agreed
 World.largest = interrupted
