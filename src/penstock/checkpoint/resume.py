@@ -65,6 +65,7 @@ AS_BEGUN: dict[str, object] = {
 """Fields that are not chosen anew where nobody says anything, and how that is written: compiled layers may round in
 another order with another recompute, and another machine may have room for other rows."""
 LAYER_BY_LAYER = {"weights", "order", "inputs", "tile"}
+"""Fields of runs that compute their layers one by one, which several ranks do not."""
 
 Say = Callable[[str], None]
 
@@ -260,7 +261,8 @@ class Difference:
 def as_begun(recipe: Recipe, saved: Saved | None, num_ranks: int = 1) -> Recipe:
     """A resumed run goes on with what `auto` was when it began, as another machine may choose otherwise.
 
-    Several ranks do not compute layer by layer, and whoever says so does not either: then how layers were is left out.
+    Where it no longer goes layer by layer, with several ranks or because the command says so, what belongs to that is
+    chosen anew.
     """
     earlier = {"tile": "none"} if recipe.engine == "penstock" else {}  # of a version that had no tiles
     recipe_then = earlier | dict(saved.recipe) if saved else {}

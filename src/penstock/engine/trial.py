@@ -112,10 +112,9 @@ def try_once(
     start_seconds = _warm_up(packed, recipe, batch, parameters)
     watch, sharded = _Watch(packed.device), isinstance(packed.model, FSDPModule)
     all_at_once, seconds = micro_batches == 1 and not manner.in_backward, None
+    in_one = all_at_once and not sharded and recipe.max_length >= LONG_ROW  # where a pass takes long, one shows all
     with _told(parameters, watch.came):
-        # Activations go while gradients come, so that it may fit where the sum of both does not. Ranks do not try: one
-        # that ran out of memory would leave the others waiting, as would one that does not go along.
-        if all_at_once and not sharded:
+        if in_one:
             with suppress(torch.OutOfMemoryError):
                 seconds = _time_pass(packed, batch, watch)
                 activation_bytes, kept_bytes, bytes_after = watch.peak_without_gradients(), watch.peak(), watch.after()
@@ -126,10 +125,14 @@ def try_once(
             gradient_bytes, waiting = sum(local(p).nbytes for p in parameters), manner.sum_bytes(0, micro_batches)
             activation_bytes, kept_bytes = watch.peak(), watch.peak() + gradient_bytes
             bytes_after = {} if all_at_once else watch.after(gradient_bytes, int(waiting))
-        if sharded and all_at_once and all_say(kept_bytes < gpu_room(packed.device)[0], parameters[0]):
-            _time_pass(packed, batch, watch)
-            kept_bytes = watch.peak()
-            packed.model.zero_grad()
+            # Activations go while gradients come, so that it may fit where the sum of both does not. Ranks do not try:
+            # one that ran out of memory would leave the others waiting, as would one that does not go along.
+            tries = all_at_once and not in_one
+            if tries and (not sharded or all_say(kept_bytes < gpu_room(packed.device)[0], parameters[0])):
+                with suppress(torch.OutOfMemoryError):
+                    _time_pass(packed, batch, watch)
+                    kept_bytes, bytes_after = watch.peak(), watch.after()
+                packed.model.zero_grad()
     return replace(
         unknown,
         activation_bytes=activation_bytes,
