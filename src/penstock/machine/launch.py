@@ -173,6 +173,7 @@ def _tell_other_machines(codes: Sequence[int], notes: Path, machines: Machines, 
     met = any(_mark(notes, first_rank + index, MET).exists() for index in range(len(codes)))
     if not met:
         print(f"penstock: telling the other machines, for up to {TELLING_SECONDS:.0f} s", file=sys.stderr)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or a store that is gone fills the screen below our message
     with suppress(Exception, KeyboardInterrupt):  # rank 0 may be the one that was killed, and nobody is there to hear
         from penstock.machine.lost import announce, announce_for, meeting_store
 
