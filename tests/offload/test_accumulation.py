@@ -141,6 +141,7 @@ def test_sums_of_units_that_stream_take_the_place_of_those_before(order):
         for gradient in parts[:-1]:
             parameters[index].grad = gradient.clone()
             step.hold(index, parameters[index])
+            assert not step.spare.get(gradient.shape), "a first gradient is not there beside the place of its sum"
         places.append(step.sums[index].data_ptr())
 
     if order == "rows":
