@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # fp8 products on the GPU machine: OUT=out benchmarks/fp8.sh JOB...
 # Needs what `benchmarks/h200.sh` without a job sets up. Each job has its own time limit; results go to $OUT.
-#   tests      what is marked gpu of the tests of fp8        two        two layers of llama-8b, compiled: does it run
+#   tests      what is marked gpu of the tests of fp8        four       four layers of llama-8b, compiled: does it run
 #   llama      llama-8b 4 x 4096, clipped, all KINDS         qwen       qwen3-14b 4 x 4096, clipped and not, all KINDS
 #   gradients  relative error by layer: one and all of llama-8b's layers with random weights, then MODEL on DATA
 #   layers     what each layer of MODEL in fp8 adds to its loss on DATA
-#   quality    MODEL, 200 steps, three seeds: demo data and DATA
+#   quality    MODEL, 200 steps, three seeds: demo data and DATA, all KINDS
 # MODEL may be a GGUF file, which is unpacked once.
 set -u
 cd "$(dirname "$0")/.."
@@ -39,7 +39,7 @@ for job in "$@"; do
   case $job in
     tests) timeout 200 python3 -m pytest -q -m gpu -p no:cacheprovider tests/model/test_fp8.py tests/engine/test_fp8.py > "$OUT/fp8-tests.log" 2>&1
       echo "tests: exit $?"; tail -n 8 "$OUT/fp8-tests.log" ;;
-    two) matmul=fp8; measure two 150 llama-8b --shape num_hidden_layers=2 --batch-size 2 --micro-batch-size 1 --recompute none \
+    four) matmul=fp8; measure four 150 llama-8b --shape num_hidden_layers=4 --batch-size 2 --micro-batch-size 1 --recompute none \
       --matmul fp8 --updates after-norm --steps 3 ;;
     llama) for matmul in $KINDS; do
         measure llama 200 llama-8b --updates after-norm --matmul $matmul --steps 8
@@ -48,7 +48,7 @@ for job in "$@"; do
     gradients)
       for work in "preset=llama-8b init=random shape=num_hidden_layers=1 max_length=4096" "preset=llama-8b init=random max_length=4096" \
         "preset=smollm2-135m model=$(unpacked) data=${DATA:-demo} max_length=2048"; do
-        timeout 200 python3 benchmarks/fp8_quality.py gradients "$OUT" $work batch_size=1 > "$OUT/fp8-gradients.log" 2>&1
+        timeout 200 python3 benchmarks/fp8_quality.py gradients "$OUT" $work batch_size=1 micro_batch_size=1 > "$OUT/fp8-gradients.log" 2>&1
         echo "gradients: exit $?"; grep -E "^layer|loss|rror" "$OUT/fp8-gradients.log" | cut -c1-200 | sed -n '1,4p;$p'
       done ;;
     layers) timeout 100 python3 benchmarks/fp8_quality.py layers "$OUT" preset=smollm2-135m "model=$(unpacked)" "data=${DATA:-demo}" \
@@ -58,7 +58,7 @@ for job in "$@"; do
       model=$(unpacked)
       for seed in 1 2 3; do
         for data in demo $DATA; do
-          timeout 500 python3 benchmarks/fp8_quality.py train "$OUT/seed-$seed" --seeds $seed preset=smollm2-135m "model=$model" "data=$data" \
+          timeout 500 python3 benchmarks/fp8_quality.py train "$OUT/seed-$seed" --seeds $seed --matmuls "${KINDS// /,}" preset=smollm2-135m "model=$model" "data=$data" \
             batch_size=4 micro_batch_size=4 max_length=512 data_percent=100 validation=0.1 epochs=100 max_steps=200 eval_every=25 prompt=null
         done > "$OUT/fp8-quality-$seed.log" 2>&1 &
       done

@@ -1,17 +1,19 @@
 """What fp8 products do to training: the same runs with both kinds of products, and the error of single gradients.
 
-    python benchmarks/fp8_quality.py train DIR --seeds 1,2,3 [field=value ...]   adds to DIR/fp8_quality.jsonl
-    python benchmarks/fp8_quality.py gradients DIR [field=value ...]             adds to DIR/fp8_gradients.jsonl
-    python benchmarks/fp8_quality.py layers DIR [field=value ...]                adds to DIR/fp8_layers.jsonl
-    python benchmarks/fp8_quality.py plot DIR                                    DIR/fp8_quality.svg and .txt
+    python benchmarks/fp8_quality.py train DIR [--seeds 1,2,3] [--matmuls bf16,fp8] [field=value ...]
+    python benchmarks/fp8_quality.py gradients DIR [field=value ...]
+    python benchmarks/fp8_quality.py layers DIR [field=value ...]
+    python benchmarks/fp8_quality.py plot DIR                            DIR/fp8_quality.svg and .txt
 
-Fields are those of a recipe; without any, the demo. `train` makes `max_steps` steps with bf16 and with fp8 products for
-each seed, which orders the data, and evaluates on some rows of it, the same for all seeds (`validation` is their
-share). What counts is the difference between the two beside the spread between seeds. A line is written as soon as a
-run ends; what a file has is not run again. `gradients` makes one backward with each and compares the gradient of every
-weight, layer by layer, with those of fp32; `init=random` is a model of random weights and tokens. `layers` computes the
-loss of a pretrained model with the products of one layer after the other left in bf16: which of them should be? On a
-CPU fp8 is emulated, and the rows say so. Needs matplotlib to plot.
+The first three add lines to DIR/fp8_quality.jsonl, fp8_gradients.jsonl and fp8_layers.jsonl. Fields are those of a
+recipe; without any, the demo. `train` makes `max_steps` steps with bf16 and with fp8 products for each seed, which
+orders the data, and evaluates on some rows of it, the same for all seeds (`validation` is their share). What counts is
+the difference between the two beside the spread between seeds. A model that was trained in fp8 is evaluated in fp8, as
+it was trained, and once more in bf16, as it is exported. A line is written as soon as a run ends; what a file has is
+not run again. `gradients` makes one backward with each and compares the gradient of every weight, layer by layer, with
+those of fp32; `init=random` is a model of random weights and tokens. `layers` computes the loss of a pretrained model
+with the products of one layer after the other left in bf16: which of them should be? On a CPU fp8 is emulated, and the
+rows say so. Needs matplotlib to plot.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from transformers import PreTrainedModel
 
 from penstock.data.loader import MicroBatch
 from penstock.engine.packed import PackedModel
@@ -86,12 +89,22 @@ def parted(recipe: Recipe, place: Path) -> Recipe:
     return dataclasses.replace(recipe, validation=0.0, **files)
 
 
-def quality(directory: Path, seeds: list[int], recipe: Recipe) -> None:
+def in_bf16(recipe: Recipe) -> float:
+    """The evaluation of an exported model with products in bf16: after a step that is too small to change it."""
+    run = recipe.run_dir
+    exported = dataclasses.replace(
+        recipe, model=str(run / "model"), tokenizer=None, matmul="bf16", output_dir=f"{run}-again", max_steps=1,
+        eval_every=1, lr=1e-12, warmup=0,
+    )  # fmt: skip
+    return train(exported, Console(quiet=True)).eval_loss
+
+
+def quality(directory: Path, seeds: list[int], matmuls: list[str], recipe: Recipe) -> None:
     path, device = directory / "fp8_quality.jsonl", pick_device(recipe.device)
     known = {(row["seed"], row["matmul"], row["model"], row["data"], row["max_steps"]) for row in lines(path)}
     shared = about(recipe, device)
     for seed in seeds:
-        for matmul in MATMULS:
+        for matmul in matmuls:
             if (seed, matmul, shared["model"], shared["data"], recipe.max_steps) in known:
                 continue
             with tempfile.TemporaryDirectory(prefix="fp8-quality-") as place:
@@ -100,6 +113,7 @@ def quality(directory: Path, seeds: list[int], recipe: Recipe) -> None:
                 summary = train(one, Console())
                 text = (Path(place) / "run" / "metrics.jsonl").read_text()
                 evals = (Path(place) / "run" / "eval.jsonl").read_text()
+                plain = in_bf16(one) if matmul == "fp8" else summary.eval_loss
             losses = [json.loads(line)["loss"] for line in text.splitlines()]
             evaluated = [[row["step"], row["eval_loss"]] for row in map(json.loads, evals.splitlines())]
             row = {
@@ -107,13 +121,14 @@ def quality(directory: Path, seeds: list[int], recipe: Recipe) -> None:
                 "seed": seed,
                 "matmul": matmul,
                 "eval_loss": summary.eval_loss,
+                "eval_loss_in_bf16": plain,
                 "last_losses": statistics.mean(losses[-20:]),
                 "losses": losses,
                 "evals": evaluated,
                 "skipped_steps": summary.skipped_steps,
             }
             add(path, row)
-            print(f"seed {seed}, {matmul}: evaluation {summary.eval_loss:.5f}", flush=True)
+            print(f"seed {seed}, {matmul}: evaluation {summary.eval_loss:.5f}, in bf16 {plain:.5f}", flush=True)
     print("\n".join(summary_of(lines(path))))
 
 
@@ -129,9 +144,11 @@ def summary_of(rows: list[dict]) -> list[str]:
         means = {m: statistics.mean(by_kind[m][seed] for seed in both) for m in MATMULS}
         apart = [by_kind["fp8"][seed] - by_kind["bf16"][seed] for seed in both]
         spread = statistics.stdev(by_kind["bf16"][seed] for seed in both) if len(both) > 1 else float("nan")
+        in_bf16 = [row["eval_loss_in_bf16"] for row in own if row["matmul"] == "fp8" and "eval_loss_in_bf16" in row]
+        after = f", evaluated in bf16 {statistics.mean(in_bf16):.5f}" if in_bf16 else ""
         found.append(
             f"{work[0]}, {work[1]}, {work[2]} steps, {len(both)} seeds: "
-            f"bf16 {means['bf16']:.5f}, fp8 {means['fp8']:.5f}; "
+            f"bf16 {means['bf16']:.5f}, fp8 {means['fp8']:.5f}{after}; "
             f"fp8 less bf16 by seed {', '.join(f'{value:+.5f}' for value in apart)}; "
             f"standard deviation between seeds {spread:.5f}"
         )
@@ -149,6 +166,11 @@ def batch_of(recipe: Recipe, vocab_size: int) -> MicroBatch:
     return dataclasses.replace(batch, input_ids=ids, targets=ids[:, 1:].flatten())
 
 
+def rounded(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
+    """Weights that bf16 has, in this type: of a file in fp32 they come in fp32, and the optimizer would round them."""
+    return model.bfloat16().float() if dtype == "fp32" else model.bfloat16()
+
+
 def gradients(directory: Path, recipe: Recipe) -> None:
     """Relative error of every weight's gradient with products in bf16 and in fp8, against all of it in fp32."""
     device = pick_device(recipe.device)
@@ -161,8 +183,7 @@ def gradients(directory: Path, recipe: Recipe) -> None:
         one = dataclasses.replace(recipe, matmul=matmul, dtype=dtype)
         if kind != "fp8":
             # Weights that bf16 has: in fp32 they are the same, and only what is computed differs.
-            model = load_model(dataclasses.replace(one, dtype="bf16"), config, device, print)
-            model = model.float() if dtype == "fp32" else model
+            model = rounded(load_model(dataclasses.replace(one, dtype="bf16"), config, device, print), dtype)
         packed = PackedModel(model, one, print)
         loss = packed.loss_sum(batch) / batch.num_trained
         loss.backward()
@@ -201,12 +222,13 @@ def sensitivity(directory: Path, recipe: Recipe) -> None:
     device = pick_device(recipe.device)
     recipe = dataclasses.replace(recipe, dtype=pick_dtype(recipe.dtype, device), compile=False, matmul="fp8")
     config = load_config(recipe)
-    model, batch = load_model(recipe, config, device, print), batch_of(recipe, config.get_text_config().vocab_size)
+    model = rounded(load_model(recipe, config, device, print), recipe.dtype)
+    batch = batch_of(recipe, config.get_text_config().vocab_size)
     packed = PackedModel(model, recipe, print)
     layers = packed.decoder.layers
 
     def loss_in_bf16_of(*numbers: int) -> float:
-        packed.compute_in("fp8")
+        set_matmul(model, layers, "fp8")
         set_matmul(model, [layers[number] for number in numbers], "bf16")
         return packed.loss_sum(batch).item() / batch.num_trained
 
@@ -249,6 +271,7 @@ def main() -> None:
     parser.add_argument("job", choices=("train", "gradients", "layers", "plot"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--matmuls", default=",".join(MATMULS))
     parser.add_argument("fields", nargs="*", metavar="field=value")
     args = parser.parse_intermixed_args()
     if args.job == "plot":
@@ -256,7 +279,8 @@ def main() -> None:
     elif args.job != "train":
         {"gradients": gradients, "layers": sensitivity}[args.job](args.directory, recipe_of(args.fields))
     else:
-        quality(args.directory, [int(seed) for seed in args.seeds.split(",")], recipe_of(args.fields))
+        seeds = [int(seed) for seed in args.seeds.split(",")]
+        quality(args.directory, seeds, args.matmuls.split(","), recipe_of(args.fields))
 
 
 if __name__ == "__main__":

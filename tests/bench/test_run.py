@@ -168,7 +168,8 @@ def test_a_timeline_has_every_lane_of_every_row(tmp_path):
 def test_fp8_rows_have_a_floor_in_the_same_arithmetic(tmp_path):
     said = []
     asked = Asked(steps=1, updates=("after-norm",))
-    found = bench(dataclasses.replace(TINY, matmul="fp8"), asked, to=str(tmp_path), say=said.append)
+    shape = TINY.shape.replace("num_hidden_layers=2", "num_hidden_layers=4")
+    found = bench(dataclasses.replace(TINY, shape=shape, matmul="fp8"), asked, to=str(tmp_path), say=said.append)
     assert [(row.system, row.matmul) for row in found.rows] == [("floor", "fp8"), ("penstock", "fp8")]
     assert sum("fp8: 14 linear layers" in line for line in said) == 2, "the floor's model and the step's"
     table = (tmp_path / "table.txt").read_text()

@@ -17,6 +17,7 @@ from test_streamed import GPU, assert_same, bits, build, micro_batches, recipe_o
 from penstock.engine.packed import PackedModel
 from penstock.engine.trial import full_batch
 from penstock.errors import CheckpointError, ModelError, RecipeError
+from penstock.model.decoder import find_decoder
 from penstock.model.fp8 import Fp8Linear
 from penstock.model.load import load_config
 from penstock.model.matmul import check_matmul
@@ -35,18 +36,28 @@ class _Products(TorchDispatchMode):
         return operation(*args, **kwargs or {})
 
 
+def four_layers(recipe):
+    return dataclasses.replace(recipe, shape=recipe.shape.replace("num_hidden_layers=2", "num_hidden_layers=4"))
+
+
 def fp8(**changes):
-    return recipe_of(dtype="fp32", matmul="fp8", **changes)
+    return four_layers(recipe_of(dtype="fp32", matmul="fp8", **changes))
+
+
+def small(matmul="fp8"):
+    return four_layers(tiny("llama-8b", matmul=matmul))
 
 
 def test_a_step_has_three_products_a_linear_layer_and_the_line_says_how_many():
     said = []
-    recipe = dataclasses.replace(tiny("llama-8b", matmul="fp8"), recompute="none")
+    recipe = dataclasses.replace(small(), recompute="none")
     engine = build(recipe)
     PackedModel(engine.model, recipe, said.append)
     (line,) = said
     assert line.startswith("fp8: 14 linear layers, 42 products a micro-batch, ")
-    assert "head, embedding, norms and attention stay fp32" in line
+    assert "the first and the last layer, head, embedding, norms and attention stay fp32" in line
+    running = [any(isinstance(m, Fp8Linear) for m in layer.modules()) for layer in find_decoder(engine.model).layers]
+    assert running == [False, True, True, False]
     assert "emulated on this CPU" in line
     with _Products() as products:
         step(engine, [full_batch(4, 12, 300)])
@@ -61,8 +72,8 @@ def test_a_step_has_three_products_a_linear_layer_and_the_line_says_how_many():
 def test_a_run_in_fp8_is_another_and_learns_as_much():
     losses = {}
     for matmul in ("bf16", "fp8"):
-        engine = build(tiny("llama-8b", matmul=matmul))
-        losses[matmul] = [step(engine, [full_batch(4, 12, 300)]).loss for _ in range(6)]
+        engine = build(small(matmul))
+        losses[matmul] = [step(engine, [full_batch(4, 12, 300)]).loss for _ in range(5)]
         engine.release()
     assert losses["fp8"][0] != losses["bf16"][0]
     assert losses["fp8"] == pytest.approx(losses["bf16"], rel=2e-2)
@@ -78,7 +89,7 @@ def test_recompute_changes_no_bit():
 FLOWS = {
     "streamed": {"weights": "streamed"},
     "parked": {"weights": "streamed", "inputs": "parked", "homes": "gpu=0.2,stream=0.4,host=0.4"},
-    "one of two": {"weights": "1", "homes": "stream"},
+    "two of four": {"weights": "2", "homes": "stream"},
     "resident": {"weights": "resident"},
 }
 
@@ -111,7 +122,7 @@ def test_tiles_have_fp8_products_with_scales_of_their_own():
 
 
 def test_homes_change_no_bit():
-    base = dataclasses.replace(tiny("llama-8b", matmul="fp8"), recompute="none")
+    base = dataclasses.replace(small(), recompute="none")
     found = []
     for homes in ("gpu", "gpu=0.3,stream=0.3,host=0.4"):
         engine = build(dataclasses.replace(base, homes=homes))
@@ -125,9 +136,12 @@ def test_homes_change_no_bit():
 def test_two_ranks_compute_what_one_computes(ranks):
     """Rows one by one, so that no scale depends on what else is at hand. Sums over ranks differ in their last bits."""
     configs = [
-        {"matmul": "fp8", "micro_batch_size": 1, "max_grad_norm": 0.5},
-        {"matmul": "fp8", "micro_batch_size": 1, "max_grad_norm": 0.0, "recompute": "full"},
-        {"matmul": "bf16", "micro_batch_size": 1, "max_grad_norm": 0.5},
+        {"preset": "demo", "micro_batch_size": 1, **changes}  # which has four layers
+        for changes in (
+            {"matmul": "fp8", "max_grad_norm": 0.5},
+            {"matmul": "fp8", "max_grad_norm": 0.0, "recompute": "full"},
+            {"matmul": "bf16", "max_grad_norm": 0.5},
+        )
     ]
     one, two = ranks("train", 1, configs=configs)[0], ranks("train", 2, configs=configs)[0]
     for ours, theirs in zip(two, one, strict=True):
@@ -189,18 +203,19 @@ def refusal(recipe, device="cpu"):
 def test_a_gpu_before_ada_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    said = refusal(tiny("llama-8b", matmul="fp8"), "cuda")
+    said = refusal(small(), "cuda")
     assert "NVIDIA A100 has no fp8 products that torch knows of (compute capability 8.0)" in said
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    recipe = tiny("llama-8b", matmul="fp8")
+    recipe = small()
     check_matmul(recipe, load_config(recipe), torch.device("cuda"))
 
 
 def test_a_model_without_such_products_is_refused_and_shapes_are_named():
-    recipe = tiny("llama-8b", matmul="fp8")
+    recipe = small()
     narrow = recipe.shape.replace("hidden_size=32,intermediate_size=48", "hidden_size=24,intermediate_size=40")
     recipe = dataclasses.replace(recipe, shape=narrow)
     assert "mlp.down_proj (24 x 40)" in refusal(recipe)
+    assert "it has no other" in refusal(tiny("llama-8b", matmul="fp8")), "one is the first, one the last"
 
 
 def test_deepspeed_has_none():

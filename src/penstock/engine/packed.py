@@ -18,7 +18,7 @@ from penstock.model.attention import Segments, use_attention
 from penstock.model.compiled import set_compile
 from penstock.model.decoder import find_decoder
 from penstock.model.loss import call_as, check_logits, head_loss, hidden_states
-from penstock.model.matmul import describe, set_matmul
+from penstock.model.matmul import describe, inner, set_matmul
 from penstock.model.recompute import set_recompute
 from penstock.model.tiles import check_tiles, set_tiles
 from penstock.model.unneeded import keep_last_products, leave_out_last_product
@@ -68,7 +68,7 @@ class PackedModel:
     def compute_in(self, matmul: str) -> None:
         """What products of the layers run in from here on: `bf16`, which is as they are written, or `fp8`."""
         keep_last_products(self.decoder.layers)
-        set_matmul(self.model, self.decoder.layers, matmul)
+        set_matmul(self.model, inner(self.decoder.layers), matmul)
 
     def _try_layers(self, trial: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], object]) -> None:
         """Call `trial` with every layer and what it is called with, for a few tokens."""

@@ -29,7 +29,7 @@ from penstock.offload.dtensors import all_say, is_streamed, local
 from penstock.plan.job import LONG_ROW
 from penstock.plan.layout import UNIT_SLOTS
 from penstock.plan.split import Manner, Profile
-from penstock.recipe.recipe import Recipe, inputs_every, recompute_by_layer
+from penstock.recipe.recipe import Recipe, fp8_layers, inputs_every, recompute_by_layer
 
 TRIED_PERIODS = 2
 """Of a model whose rows are long: so many times all kinds of layers that it has."""
@@ -289,11 +289,13 @@ def _in_thirds(batch: MicroBatch, recipe: Recipe) -> MicroBatch:
 def _warm_up(packed: PackedModel, recipe: Recipe, batch: MicroBatch, parameters: Sequence[nn.Parameter]) -> float:
     """Compile what packed rows and whole ones need, and make workspaces; the seconds of it.
 
-    Of a model whose rows are long with one layer of each kind, as to what it is and what of it is computed again.
+    Of a model whose rows are long with one layer of each kind, as to what it is, what of it is computed again, and in
+    what it multiplies.
     """
     began, config, layers = time.perf_counter(), packed.model.config.get_text_config(), packed.decoder.layers
     dials = recompute_by_layer(recipe.recompute, len(layers))
-    kinds = {(_kind(config, number), dials[number]): number for number in reversed(range(len(layers)))}
+    in_fp8 = fp8_layers(len(layers)) if recipe.matmul == "fp8" else ()
+    kinds = {(_kind(config, n), dials[n], n in in_fp8): n for n in reversed(range(len(layers)))}
     fewer = recipe.max_length >= LONG_ROW and not isinstance(packed.model, FSDPModule)
     with _told(parameters, drop_gradient), packed.decoder.only(sorted(kinds.values())) if fewer else nullcontext():
         for trial in (_in_thirds(batch, recipe), batch) if pick_compile(recipe, packed.device) else (batch,):

@@ -1,9 +1,9 @@
-"""Which products of a model run in fp8: of the decoder layers' linear layers, all that can.
+"""Which products of a model run in fp8: of the linear layers of all decoder layers but the first and the last.
 
 The head, the embedding, norms and attention never do. Neither do routers, whose choice of experts one rounding
 changes, nor experts: their weights are grouped products, for which the field has no fp8 that is more than a prototype.
 A linear layer with a side that is no multiple of sixteen stays as it is, since tensor cores do not take it; what stays
-is said. First and last layers are not left out: nobody has shown here that it helps.
+is said.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.model.decoder import find_decoder
 from penstock.model.flops import flops_per_token, num_experts
 from penstock.model.fp8 import MULTIPLE, Fp8Linear
 from penstock.model.load_rows import build_on_meta
-from penstock.recipe.recipe import Recipe
+from penstock.recipe.recipe import Recipe, fp8_layers
 
 FIRST_CAPABILITY = (8, 9)
 """Ada's: the first tensor cores that multiply fp8."""
@@ -39,7 +39,7 @@ class Chosen:
 
 
 def choose(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Chosen:
-    """Look at every linear layer of the decoder layers."""
+    """Look at every linear layer of some decoder layers."""
     linears, refused, experts = list[nn.Linear](), list[str](), 0
     config = model.config.get_text_config()
     for layer in layers:
@@ -65,8 +65,13 @@ def _routes(name: str, module: nn.Linear, config: PreTrainedConfig) -> bool:
     return "experts" in path or bool(num_experts(config) and chooses)
 
 
+def inner(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of a decoder's layers whose products may run in fp8."""
+    return [layers[number] for number in fp8_layers(len(layers))]
+
+
 def set_matmul(model: PreTrainedModel, layers: Sequence[nn.Module], matmul: str) -> None:
-    """Let the products of the layers run in fp8, or as they are written."""
+    """Let the products of these layers run in fp8, or as they are written."""
     for module in (module for layer in layers for module in layer.modules()):
         if type(module) is Fp8Linear:
             module.__class__ = nn.Linear  # type: ignore[assignment]
@@ -95,26 +100,29 @@ def check_matmul(recipe: Recipe, config: PreTrainedConfig, device: torch.device)
         what = f"{name} has no fp8 products that torch knows of (compute capability {capability})"
         raise RecipeError(what, where="matmul = 'fp8'", remedy=f"{use_bf16} NVIDIA's have them from Ada (8.9) on.")
     model = build_on_meta(recipe, config, torch.bfloat16, lambda model: model.tie_weights())
-    chosen = choose(model, find_decoder(model).layers)
+    layers = inner(find_decoder(model).layers)
+    chosen = choose(model, layers)
     if not chosen.linears:
         others = ", ".join(sorted(set(chosen.refused)))
         found = f"both sides must be multiples of {MULTIPLE}: {others}" if others else "its layers have no nn.Linear"
+        found = found if layers else "the first and the last layer stay as they are, and it has no other"
         raise ModelError(f"no product can run in fp8 ({found})", where=recipe.model, remedy=use_bf16)
 
 
 def describe(model: PreTrainedModel, layers: Sequence[nn.Module], recipe: Recipe, device: torch.device) -> str:
     """What runs in fp8 now and what does not. From the modules as they are, not from what was asked for."""
     running = [m for layer in layers for m in layer.modules() if isinstance(m, Fp8Linear)]
-    chosen, plain = choose(model, layers), "fp32" if recipe.dtype == "fp32" else "bf16"
+    chosen, plain = choose(model, inner(layers)), "fp32" if recipe.dtype == "fp32" else "bf16"
+    experts = choose(model, layers).experts
     each = 6 / flops_per_token(model, recipe.max_length)
     share = each * sum(linear.weight.numel() for linear in running)
     found = (
         f"fp8: {counted(len(running), 'linear layer')}, {counted(3 * len(running), 'product')} a micro-batch, "
         f"{share:.0%} of the step's FLOPs with rows of {recipe.max_length:,} tokens; "
-        f"head, embedding, norms and attention stay {plain}"
+        f"the first and the last layer, head, embedding, norms and attention stay {plain}"
     )
-    if chosen.experts:
-        found += f"; experts stay {plain} ({each * chosen.experts:.0%} of the FLOPs), and so do routers"
+    if experts:
+        found += f"; experts stay {plain} ({each * experts:.0%} of the FLOPs), and so do routers"
     if chosen.refused:
         kinds, count = ", ".join(sorted(set(chosen.refused))), counted(len(chosen.refused), "linear layer")
         found += f"; {count} too, since both sides must be multiples of {MULTIPLE}: {kinds}"

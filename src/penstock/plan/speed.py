@@ -19,6 +19,7 @@ from penstock.plan.layout import layer_parameters
 from penstock.plan.memory import Work, saved_in_layer
 from penstock.plan.tiles import projection_weights, sum_traffic
 from penstock.recipe.presets import Architecture
+from penstock.recipe.recipe import fp8_layers
 
 MATRIX_EFFICIENCY = 0.84
 """Of the rate of one large product."""
@@ -67,7 +68,8 @@ def arithmetic(a: Architecture, work: Work, machine: Machine, ranks: int = 1) ->
     attention /= rate * _attention_efficiency(a, work)
     traffic = saved_in_layer(a, work) / machine.device_memory_bytes_per_s
     there, back = (COMPILED_FORWARD, COMPILED_BACKWARD) if compiled else (FORWARD_TRAFFIC, BACKWARD_TRAFFIC)
-    saved, casts = _saved_by_fp8(a, work, machine, second), _cast_seconds(a, work, machine)
+    inner = len(fp8_layers(a.layers)) / a.layers
+    saved, casts = inner * _saved_by_fp8(a, work, machine, second), [inner * s for s in _cast_seconds(a, work, machine)]
     forward = products - saved + attention + there * traffic + casts[0]
     backward = 2 * (products - saved) + 2.5 * attention + back * traffic + casts[1]
     head = 3 * second * a.vocab * a.hidden
