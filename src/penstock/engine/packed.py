@@ -17,6 +17,7 @@ from penstock.machine.hardware import pick_compile
 from penstock.model.attention import Segments, use_attention
 from penstock.model.compiled import set_compile
 from penstock.model.decoder import find_decoder
+from penstock.model.experts import use_experts
 from penstock.model.loss import call_as, check_logits, head_loss, hidden_states
 from penstock.model.matmul import describe, inner, set_matmul
 from penstock.model.recompute import set_recompute
@@ -44,6 +45,7 @@ class PackedModel:
         self.decoder = find_decoder(model)
         self.device = next(model.parameters()).device
         use_attention(model, recipe.attention)
+        use_experts(model)
         layers, compiled = self.decoder.layers, pick_compile(recipe, self.device)
         tile = tile_tokens(recipe) if one_by_one else 0
         set_tiles(layers, 0, say)
