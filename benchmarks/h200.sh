@@ -31,7 +31,7 @@ for job in "$@"; do
   case $job in
     # The stream sanitizer sees torch's own operations of the calling thread: another look than that of the CPU tests.
     # It keeps all that it saw, and so gets slower: eight processes with a share of the tests each.
-    sanitizer) TORCH_CUDA_SANITIZER=1 timeout 500 python3 -m pytest -q -n "${WORKERS:-8}" -m gpu -p no:cacheprovider --ignore tests/data tests > "$OUT/sanitizer.log" 2>&1; tail -n 15 "$OUT/sanitizer.log" ;;
+    sanitizer) TORCH_CUDA_SANITIZER=1 timeout 560 python3 -m pytest -q -n "${WORKERS:-8}" -m gpu -p no:cacheprovider --ignore tests/data tests > "$OUT/sanitizer.log" 2>&1; tail -n 15 "$OUT/sanitizer.log" ;;
     tests) timeout 400 python3 -m pytest -q -n "${WORKERS:-0}" -m gpu -p no:cacheprovider --ignore tests/data tests > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
     curves) timeout 300 python3 benchmarks/curves.py measure "$OUT" > "$OUT/curves.log" 2>&1; tail -n 20 "$OUT/curves.log" ;;
     host) timeout 120 python3 benchmarks/host.py > "$OUT/host.log" 2>&1; tail -n 3 "$OUT/host.log" ;;

@@ -23,10 +23,10 @@ for job in "$@"; do
       tests/model/test_segment_attention.py tests/model/test_attention.py tests/model/test_tiles.py > "$OUT/tests.log" 2>&1
       echo "tests: exit $?"; tail -n 3 "$OUT/tests.log" ;;
     today)
-      measure today-131072 300 2 llama-8b "max_length=131072"
+      measure today-131072 300 1 llama-8b "max_length=131072"
       measure today-262144 580 1 llama-8b "max_length=262144 order=layers inputs=parked tile=none" ;;
     tiles)
-      measure tiles-131072 300 2 llama-8b "max_length=131072 inputs=parked $LONG"
+      measure tiles-131072 300 1 llama-8b "max_length=131072 inputs=parked $LONG"
       measure tiles-262144 580 1 llama-8b "max_length=262144 inputs=parked $LONG" ;;
     long) measure long 595 1 llama-8b "max_length=393216 inputs=parked $LONG" ;;
     small) measure small 240 2 llama-8b "max_length=65536 gpu_memory=24GB weights=streamed inputs=parked $LONG" ;;

@@ -94,6 +94,61 @@ def test_heads_that_are_too_many_elements_go_in_groups(monkeypatch):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("most", [64, 63])
+def test_what_a_kernel_of_some_heads_gets_lies_together(most, monkeypatch):
+    """Queries and the gradient of the result: where all heads have exactly as many elements as are too many, too."""
+    monkeypatch.setattr(attention, "_MOST_ELEMENTS", most)
+    seen, rows = [], attention._rows
+
+    def watched(q, k, v, *others):
+        out = rows(q, k, v, *others)
+        out.register_hook(lambda gradient: seen.append(gradient.is_contiguous()))
+        seen.append(q.is_contiguous())
+        return out
+
+    monkeypatch.setattr(attention, "_rows", watched)
+    q, k, v = (torch.randn(1, heads, 4, 4).requires_grad_() for heads in (4, 2, 2))
+    out, _ = attend(torch.nn.Module(), q, k, v, None, segments=Segments.of((0, 4), torch.device("cpu")))
+    out.backward(torch.randn(out.shape))
+    assert seen == [True] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("length", [393_216, 524_288])
+def test_gpu_the_end_of_a_very_long_row(length):
+    """llama-8b's heads. The last queries see all keys, and the last keys are seen by them alone: both by definition."""
+    if torch.cuda.get_device_properties(0).total_memory < 100e9:
+        pytest.skip("takes 60 GB of GPU memory")
+    heads, kv_heads, size, last = 32, 8, 128, 64
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def drawn(*shape):
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=generator)
+
+    q, k, v = (drawn(1, n, length, size).requires_grad_() for n in (heads, kv_heads, kv_heads))
+    out, _ = attend(torch.nn.Module(), q, k, v, None, segments=Segments.of((0, length), torch.device("cuda")))
+    gradient = drawn(*out.shape)
+    out.backward(gradient)
+    later = torch.ones(last, last, dtype=torch.bool, device="cuda").triu(1)
+    for kv in (0, kv_heads - 1):
+        own = slice(kv * heads // kv_heads, (kv + 1) * heads // kv_heads)
+        queries = q[0, own, -last:].detach().float().requires_grad_()
+        keys, values = (x[0, kv].detach().float().requires_grad_() for x in (k, v))
+        logits = queries @ keys.T * size**-0.5
+        logits = torch.cat([logits[..., :-last], logits[..., -last:].masked_fill(later, -torch.inf)], dim=-1)
+        exact = logits.softmax(dim=-1) @ values
+        exact.backward(gradient[0, -last:, own].transpose(0, 1).float())
+        pairs = {
+            "result": (out[0, -last:, own].transpose(0, 1), exact),
+            "queries": (q.grad[0, own, -last:], queries.grad),
+            "keys": (k.grad[0, kv, -last:], keys.grad[-last:]),
+            "values": (v.grad[0, kv, -last:], values.grad[-last:]),
+        }
+        for name, (ours, theirs) in pairs.items():
+            assert (ours.float() - theirs).norm() < 0.02 * theirs.norm(), f"{name} of group {kv}"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (40, 8, 128), (40, 10, 128), (80, 8, 128)])

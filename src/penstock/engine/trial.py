@@ -29,7 +29,7 @@ from penstock.offload.dtensors import all_say, is_streamed, local
 from penstock.plan.job import LONG_ROW
 from penstock.plan.layout import UNIT_SLOTS
 from penstock.plan.split import Manner, Profile
-from penstock.recipe.recipe import Recipe, fp8_layers, inputs_every, recompute_by_layer
+from penstock.recipe.recipe import Recipe, fp8_layers, inputs_every, recompute_by_layer, tile_tokens
 
 TRIED_PERIODS = 2
 """Of a model whose rows are long: so many times all kinds of layers that it has."""
@@ -129,7 +129,7 @@ def try_once(
             # one that ran out of memory would leave the others waiting, as would one that does not go along.
             tries = all_at_once and not in_one
             if tries and (not sharded or all_say(kept_bytes < gpu_room(packed.device)[0], parameters[0])):
-                with suppress(torch.OutOfMemoryError):
+                with nullcontext() if sharded else suppress(torch.OutOfMemoryError):  # one alone would be waited for
                     _time_pass(packed, batch, watch)
                     kept_bytes, bytes_after = watch.peak(), watch.after()
                 packed.model.zero_grad()
@@ -191,18 +191,22 @@ def _try_few_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer
     parameters = [p for p in packed.model.parameters() if p.requires_grad]
     peaks, began = _LayerPeaks(packed, several=len(batches) > 1), time.perf_counter()
     period = _period([_kind(config, number) for number in range(layers)])
+    tile, rest = tile_tokens(recipe), recipe.max_length
+    if tile:  # all tiles are compiled alike; attention is not, and takes most of a long row
+        rest = min(recipe.max_length, tile + (recipe.max_length % tile or tile))
     with _told(parameters, drop_gradient), layerwise.fewer(TRIED_PERIODS * period) as tried:
-        for trial in (batches[:1], batches):  # the first, for what is compiled
+        for trial in ([full_batch(recipe.rows_at_once, rest, config.vocab_size)], batches):  # first to compile
             start_seconds = time.perf_counter() - began
             layerwise.timeline.start()
             run = functools.partial(layerwise.run, trial, 1, nullcontext)
             taken, layer_seconds = _timed_layers(peaks, run, period)
             spans = layerwise.timeline.stop()
     packed.model.zero_grad()
+    gradients, at_end = [p.nbytes for p in parameters if not is_streamed(p)], taken
     if isinstance(layerwise.inputs, KeptInputs):
         tokens = sum(batch.input_ids.numel() for batch in batches)
         taken += (layers - tried) * tokens * config.hidden_size * packed.model.dtype.itemsize
-    kept = taken + sum(p.nbytes for p in parameters if not is_streamed(p))
+    kept = max(taken + max(gradients, default=0), at_end + sum(gradients))  # inputs go while gradients come
     forward, backward = (sum(s.end - s.start for s in spans if s.lane == lane) for lane in ("forward", "backward"))
     forward *= layers / tried
     again = (1 - 1 / inputs_every(recipe.inputs)) * forward / layers  # of layers without a saved input

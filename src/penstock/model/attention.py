@@ -299,7 +299,7 @@ def attend(
     if q.numel() < _MOST_ELEMENTS:
         out = some_heads(q, k, v, sinks)
     else:
-        out = torch.cat([some_heads(*group) for group in _groups(q, k, v, sinks)], dim=1)
+        out = torch.cat([_Apart.apply(some_heads(*group)) for group in _groups(q, k, v, sinks)], dim=1)
     return out.view(rows, length, heads, -1), None
 
 
@@ -316,7 +316,19 @@ def _groups(
 
 def _chunks(x: Tensor, count: int) -> list[Tensor]:
     """Groups of heads, in memory of their own where a view's last element is too far from its first."""
-    return [part.contiguous() if x.numel() > _MOST_ELEMENTS else part for part in x.chunk(count, dim=1)]
+    return [part.contiguous() if x.numel() >= _MOST_ELEMENTS else part for part in x.chunk(count, dim=1)]
+
+
+class _Apart(torch.autograd.Function):
+    """What a group of heads gives. Its gradient gets memory of its own, for the same reason."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
 
 
 def _refuse_call(module: nn.Module, mask: Tensor | None, dropout: float, kwargs: Mapping[str, object]) -> None:
