@@ -48,11 +48,20 @@ def row(run: Path) -> dict[str, object]:
     }
 
 
+def line(one: dict[str, object]) -> str:
+    gpu, host = (one["gpu_gb"], one["gpu_planned_gb"]), (one["host_gb"], one["host_planned_gb"])
+    numbers = " ".join(f"{n:>8.2f}" for n in (*gpu, *host))
+    return f"{one['run']:<12}{one['ranks']:>6}{one['step_s']:>10.3f} {numbers}"
+
+
 if __name__ == "__main__":
-    rows = [row(Path(name)) for name in sys.argv[1:]]
     print(f"{'run':<12}{'ranks':>6}{'s a step':>10}{'GPU GB':>9}{'planned':>9}{'host GB':>9}{'planned':>9}")
-    for one in rows:
-        gpu, host = (one["gpu_gb"], one["gpu_planned_gb"]), (one["host_gb"], one["host_planned_gb"])
-        print(f"{one['run']:<12}{one['ranks']:>6}{one['step_s']:>10.3f}", *(f"{n:>8.2f}" for n in (*gpu, *host)))
+    rows = []
+    for name in sys.argv[1:]:
+        try:
+            rows.append(row(Path(name)))
+            print(line(rows[-1]))
+        except (OSError, ValueError, KeyError) as error:  # it did not come so far; the others count
+            print(f"{Path(name).name}: {error!r}")
     for one in rows:
         print(json.dumps(one))

@@ -13,12 +13,17 @@ set -u
 cd "$(dirname "$0")/.."
 : "${NCCL:?NCCL=FILE names a libnccl.so of 2.30 or later}" "${DATA:=demo}"
 . benchmarks/environment.sh
-export LD_PRELOAD=$(realpath "$NCCL") NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_ALGO=RING PENSTOCK_SHARE_GPU=1
+export LD_PRELOAD=$(realpath "$NCCL") NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_ALGO=RING NCCL_DEBUG=WARN PENSTOCK_SHARE_GPU=1
+RUNS=$(mktemp -d)  # models and checkpoints; what is to be kept of a run goes to $OUT
 
-begin_mps() {
-  [ -n "${CUDA_MPS_PIPE_DIRECTORY:-}" ] && return
-  export CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$(mktemp -d)
-  nvidia-cuda-mps-control -d && trap 'echo quit | nvidia-cuda-mps-control' EXIT
+with_mps() {  # COMMAND..., and the server of MPS for it alone
+  local pipes logs code
+  pipes=$(mktemp -d) logs=$(mktemp -d)
+  CUDA_MPS_PIPE_DIRECTORY=$pipes CUDA_MPS_LOG_DIRECTORY=$logs nvidia-cuda-mps-control -d
+  CUDA_MPS_PIPE_DIRECTORY=$pipes CUDA_MPS_LOG_DIRECTORY=$logs "$@"
+  code=$?
+  echo "quit -t 5" | CUDA_MPS_PIPE_DIRECTORY=$pipes timeout 15 nvidia-cuda-mps-control
+  return $code
 }
 
 TESTS="tests/machine/test_launch.py tests/run/test_several_ranks.py tests/engine/test_fsdp.py tests/engine/test_ranks.py
@@ -28,30 +33,33 @@ TESTS="tests/machine/test_launch.py tests/run/test_several_ranks.py tests/engine
 train() {  # NAME SECONDS RANKS FLAGS...
   local name=$1 limit=$2 ranks=$3
   shift 3
-  timeout "$limit" python3 -m penstock train llama-8b --init random --shape num_hidden_layers=8 --tokenizer demo --data "$DATA" \
+  with_mps timeout -k 20 "$limit" python3 -m penstock train llama-8b --init random --shape num_hidden_layers=8 --tokenizer demo --data "$DATA" \
     --epochs 100 --max-steps 8 --batch-size 4 --keep 0 --prompt None --gpus "$ranks" --gpu-memory "$((132 / ranks))GB" \
-    --output-dir "$OUT/$name" --overwrite "$@" > "$OUT/$name.log" 2>&1
-  echo "$name: exit $?"
-  rm -rf "$OUT/$name/model"
+    --output-dir "$RUNS/$name" --overwrite "$@" > "$OUT/$name.log" 2>&1
+  local code=$?
+  echo "$name: exit $code"
+  # A rank that waits inside of NCCL outlives a launcher that was killed.
+  [ $code = 137 ] && pgrep -f "penstock train llama-8b" | xargs -r kill -9
+  rm -rf "$RUNS/$name"/model*
+  tar czf "$OUT/runs.tgz" --exclude=checkpoints -C "$RUNS" .
 }
 
 for job in "$@"; do
-  [ "$job" = tests ] || begin_mps
   case $job in
-    tests) timeout 500 python3 -m pytest -q -n "${WORKERS:-2}" -p no:cacheprovider $TESTS > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
+    tests) timeout -s INT -k 20 540 python3 -m pytest -v -n "${WORKERS:-8}" -o timeout=200 -p no:cacheprovider $TESTS > "$OUT/tests.log" 2>&1; tail -n 15 "$OUT/tests.log" ;;
     deepspeed)
-      engine="--engine deepspeed --shape num_hidden_layers=2 --max-steps 4"
+      engine="--engine deepspeed --shape num_hidden_layers=2,vocab_size=8192 --max-steps 4"  # checkpoints of 7 GB
       train deepspeed-superoffload 150 2 $engine --mode superoffload
       train deepspeed-zerooffload 150 2 $engine --mode zerooffload --keep 2 --save-every 2
-      train deepspeed-resumed 100 2 $engine --mode zerooffload --resume "$OUT/deepspeed-zerooffload/checkpoints/step-00000002"
-      tail -n 1 "$OUT"/deepspeed-{zerooffload,resumed}/metrics.jsonl | cut -c1-120 ;;  # which should be the same
+      train deepspeed-resumed 100 2 $engine --mode zerooffload --resume "$RUNS/deepspeed-zerooffload/checkpoints/step-00000002"
+      tail -n 1 "$RUNS"/deepspeed-{zerooffload,resumed}/metrics.jsonl | cut -c1-120 ;;  # which should be the same
     overhead)
-      for ranks in 1 2 4; do train "ranks-$ranks" 120 "$ranks" --homes gpu=0.5,host=0.5 --micro-batch-size 1 --recompute full; done
-      python3 benchmarks/ranks.py "$OUT"/ranks-1 "$OUT"/ranks-2 "$OUT"/ranks-4 | tee "$OUT/ranks.txt" ;;
+      for ranks in 1 2 4; do train "ranks-$ranks" 180 "$ranks" --homes gpu=0.5,host=0.5 --micro-batch-size 1 --recompute full; done
+      python3 benchmarks/ranks.py "$RUNS"/ranks-1 "$RUNS"/ranks-2 "$RUNS"/ranks-4 | tee "$OUT/ranks.txt" ;;
     memory)
-      for ranks in 1 2 4; do train "host-$ranks" 120 "$ranks" --homes host --micro-batch-size "$((4 / ranks))" --recompute full; done
-      python3 benchmarks/ranks.py "$OUT"/host-1 "$OUT"/host-2 "$OUT"/host-4 | tee "$OUT/host.txt" ;;
-    hosts) DEVICE=cuda timeout 120 benchmarks/two_hosts.sh python3 > "$OUT/hosts.log" 2>&1; echo "hosts: exit $?"; tail -n 4 "$OUT/hosts.log" ;;
+      for ranks in 1 2 4; do train "host-$ranks" 180 "$ranks" --homes host --micro-batch-size "$((4 / ranks))" --recompute full; done
+      python3 benchmarks/ranks.py "$RUNS"/host-1 "$RUNS"/host-2 "$RUNS"/host-4 | tee "$OUT/host.txt" ;;
+    hosts) DEVICE=cuda timeout -k 20 200 benchmarks/two_hosts.sh python3 > "$OUT/hosts.log" 2>&1; echo "hosts: exit $?"; tail -n 4 "$OUT/hosts.log" ;;
     *) echo "no job $job"; exit 2 ;;
   esac
 done

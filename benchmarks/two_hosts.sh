@@ -49,7 +49,7 @@ start() { # namespace, rank, more flags
   # NCCL would take both for one host, by the same name, and use shared memory.
   PENSTOCK_CACHE=$work/cache-$rank HF_HUB_OFFLINE=1 GLOO_SOCKET_IFNAME=$network NCCL_SOCKET_IFNAME=$network NCCL_HOSTID=$host \
     inside "$host" "$python" -m penstock train demo --max-steps 4 --batch-size 4 --max-length 128 \
-    --prompt None --device "$device" --nodes 2 --node-rank "$rank" --rendezvous "$address:$port" "$@"
+    --prompt None --device "$device" --dtype fp32 --nodes 2 --node-rank "$rank" --rendezvous "$address:$port" "$@"
 }
 run() { # both ranks; the codes of both
   codes=""
@@ -62,7 +62,7 @@ run() { # both ranks; the codes of both
 run --output-dir "$work/two"
 [ "$codes" = "0 0" ] || { echo "failed: exit codes $codes"; exit 1; }
 PENSTOCK_CACHE=$work/cache-0 HF_HUB_OFFLINE=1 "$python" -m penstock train demo --max-steps 4 --batch-size 4 \
-  --max-length 128 --prompt None --device "$device" --quiet --output-dir "$work/one" >/dev/null
+  --max-length 128 --prompt None --device "$device" --dtype fp32 --quiet --output-dir "$work/one" >/dev/null
 "$python" - "$work" <<'PY'
 import json, sys
 from pathlib import Path

@@ -235,6 +235,28 @@ def test_ranks_keep_to_their_cores_unless_told_otherwise(tmp_path, flags, ranks_
 
 
 @pytest.mark.slow
+def test_ranks_that_hear_no_signal_are_killed_with_what_they_started_after_the_second(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch_module, "INSISTING_SECONDS", 0.2)
+    script = f"trap '' TERM; sleep 600 & echo $! > {tmp_path}/child; while true; do sleep 0.1; done"
+    deaf = subprocess.Popen(["bash", "-c", script], start_new_session=True)
+    try:
+        while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text().strip():
+            time.sleep(0.02)
+        child = int((tmp_path / "child").read_text())
+        with launch_module._passing_signals_to([deaf]):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.6)
+            assert deaf.poll() is None, "the first one asks it to save"
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert deaf.wait(10) == -signal.SIGKILL
+        deadline = time.monotonic() + 10
+        while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        launch_module._kill([deaf])
+
+
 def test_a_killed_rank_ends_all_ranks_with_its_error_once(tmp_path):
     run = tmp_path / "run"
     process = start(*RUN, "--max-steps", "5000", "--epochs", "5000", "--gpus", "2", "--output-dir", run)

@@ -49,6 +49,18 @@ def test_a_row_is_read_when_it_is_ready_or_when_the_next_step_is_there(tmp_path)
     assert all(row["step_seconds"] > 0 for row in rows)
 
 
+def test_of_several_ranks_none_reads_a_row_before_the_next_step(tmp_path):
+    """Which is ready when differs between them, and what a row says may end the run."""
+    seen = []
+    metrics = Metrics(tmp_path, device=CPU, on_row=seen.append, alone=False)
+    metrics.add(StepFacts(1, 1e-5, 100, 50), result(3.0, Mark()))
+    assert seen == []
+    metrics.add(StepFacts(2, 1e-5, 100, 50), result(2.0, Mark()))
+    assert [row.step for row in seen] == [1]
+    metrics.settle()
+    assert [row.step for row in seen] == [1, 2]
+
+
 def test_steps_that_are_read_at_once_took_what_they_took(tmp_path, monkeypatch):
     metrics = Metrics(tmp_path, device=CPU, on_row=lambda row: None)
     monkeypatch.setattr("penstock.report.metrics.Instant", lambda device: At(9.0))

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from penstock.errors import Diverged, Interrupted, RankLost, RecipeError, UserError, counted
 from penstock.machine.hardware import near_cores, shares_of_cores, usable_cores
 from penstock.machine.launch import AGREED, MET, leave_mark, say_here
-from penstock.machine.lost import Watch, first_line, lost_connection
+from penstock.machine.lost import GONE, Watch, first_line, lost_connection
 from penstock.update.norm import sum_over
 
 T = TypeVar("T")
@@ -217,13 +217,20 @@ def joined(world: World, device: torch.device) -> Iterator[None]:
     # By default torch ends a process with SIGABRT when NCCL reports that another rank is gone, before `Watch` can say
     # which. With 0 it only writes that down; the kernel goes on waiting, so nothing is computed from what is missing.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")  # nor for a fault of its own, which has a message
+    # It keeps the interpreter's lock while a launch waits in a full queue, and `Watch` would starve. Triton's does not.
+    os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # or every rank would make a context on the first GPU
     HAS_JOINED.set()
     address, agreed = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), False
     meeting = Meeting(world, address)
     store = meeting.open_store()
-    watch = Watch(address, world.rank, world.size)
+    try:
+        watch = Watch(address, world.rank, world.size)
+    except RuntimeError as error:
+        remedy = "Its machine shows why. Start the command again, on every machine."
+        raise RankLost(GONE, where="the ranks have not met", remedy=remedy) from error
     try:
         meeting.wait_for_all(watch)
         _connect(world, device, store)
@@ -241,7 +248,8 @@ def joined(world: World, device: torch.device) -> Iterator[None]:
         raise
     watch.end(None)
     _leave_in_order(world, watch)
-    dist.destroy_process_group()
+    with suppress(RuntimeError):  # all work is done
+        dist.destroy_process_group()
 
 
 class Meeting:

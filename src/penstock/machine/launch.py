@@ -21,6 +21,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 
 from penstock.errors import RankLost, RecipeError, tell
 from penstock.machine.signals import handling
@@ -33,6 +34,8 @@ TERMINAL = "PENSTOCK_TERMINAL"
 """Names the launcher's standard error, for what a rank whose output is hidden has to say to people."""
 TELLING_SECONDS = 30.0
 """How long other machines are told of a rank that failed before they met: they may still be importing torch."""
+INSISTING_SECONDS = 10.0
+"""From the second signal to the end of ranks that did not follow it."""
 GRACE_SECONDS = 5.0
 """After one rank has ended by an error: the others may be ending too, by the same or because of it."""
 
@@ -98,13 +101,16 @@ def launch(words: Sequence[str], machines: Machines, *, debug: bool) -> int:
     with tempfile.TemporaryDirectory(prefix="penstock-ranks-") as notes:
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", **({"GLOO_SOCKET_IFNAME": "lo"} if machines.nodes == 1 else {})}
         processes: list[subprocess.Popen[bytes]] = []
-        for local_rank in range(machines.gpus):
-            variables = machines.environment(local_rank, address)
-            environment = {**quiet, **os.environ, **variables, ERRORS: notes}
-            processes.append(_start(words, environment, Path(notes), shown=variables["RANK"] == "0" or debug))
-        with _passing_signals_to(processes):
-            codes = _wait_for(processes)
         first_rank = machines.node_rank * machines.gpus
+        with _passing_signals_to(processes):
+            for local_rank in range(machines.gpus):
+                variables = machines.environment(local_rank, address)
+                environment = {**quiet, **os.environ, **variables, ERRORS: notes}
+                processes.append(_start(words, environment, Path(notes), shown=variables["RANK"] == "0" or debug))
+            codes = _wait_for(processes)
+        agreed = any(_mark(Path(notes), first_rank + index, AGREED).exists() for index in range(machines.gpus))
+        if any(codes) and not agreed:  # what they started has nobody to end it
+            _kill(processes)
         exit_code = _report(codes, Path(notes), words, first_rank=first_rank)
         if machines.nodes > 1:
             _tell_other_machines(codes, Path(notes), machines, address)
@@ -133,10 +139,19 @@ def _start(words: Sequence[str], environment: dict[str, str], notes: Path, *, sh
 
 @contextmanager
 def _passing_signals_to(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """To all that run. A rank that waits inside of a library hears none: after the second one it is killed."""
+    heard: list[int] = []
+
     def handle(number: int, _: object) -> None:
-        for process in processes:
-            if process.returncode is None:
+        heard.append(number)
+        running = [process for process in processes if process.returncode is None]
+        for process in running:
+            with suppress(ProcessLookupError):
                 os.kill(process.pid, number)
+        if len(heard) == 2:
+            timer = Timer(INSISTING_SECONDS, _kill, (running,))
+            timer.daemon = True
+            timer.start()
 
     with handling(handle, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         yield
@@ -152,9 +167,17 @@ def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
                 _, running = wait(running, timeout=GRACE_SECONDS)
                 break
         waiting = [process for process in processes if process.returncode is None]
-        for process in waiting:
-            os.killpg(process.pid, signal.SIGKILL)  # SIGTERM would ask it to finish a step that never ends
-        return [0 if process in waiting else process.wait() for process in processes]
+        _kill(waiting)  # SIGTERM would ask it to finish a step that never ends
+        codes = [process.wait() for process in processes]
+        pairs = zip(processes, codes, strict=True)
+        return [0 if process in waiting and code == -signal.SIGKILL else code for process, code in pairs]
+
+
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """With all that they started."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _tell_other_machines(codes: Sequence[int], notes: Path, machines: Machines, address: tuple[str, int]) -> None:

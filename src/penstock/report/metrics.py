@@ -111,14 +111,19 @@ class Metrics:
         device: torch.device,
         flops: Flops = Flops(),  # noqa: B008  # it is frozen
         write: bool = True,
+        alone: bool = True,
     ) -> None:
-        """Without `write` the rows are kept in memory only: of several ranks one writes."""
+        """Without `write` the rows are kept in memory only: of several ranks one writes.
+
+        Not `alone`: a row is never read before the next step, whether it is ready or not. Ranks that find numbers that
+        are not finite must find them after the same step, or some would wait in the next one for others that left.
+        """
         self._flops = flops
         self.rows: list[StepRow] = []
         self.evals: list[EvalRow] = []
         self._run_dir, self._on_row, self._on_eval, self._write = run_dir, on_row, on_eval, write
         self._pending: list[tuple[StepFacts, StepResult]] = []
-        self._device = device
+        self._device, self._alone = device, alone
         self.start_clock()
 
     def start_clock(self) -> None:
@@ -128,7 +133,7 @@ class Metrics:
     def add(self, facts: StepFacts, result: StepResult) -> None:
         """A step was enqueued."""
         self._pending.append((facts, result))
-        while self._pending and (len(self._pending) > 1 or self._pending[0][1].values.ready()):
+        while len(self._pending) > 1 or (self._alone and self._pending and self._pending[0][1].values.ready()):
             self._settle()
 
     def settle(self) -> None:

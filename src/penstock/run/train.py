@@ -152,7 +152,10 @@ def begin_or_go_on(start: Start, loaded: Loaded, trackers: Trackers, console: Co
         trackers.evaluated(row)
         console.evaluated(row, run.total_steps, metrics.best)
 
-    metrics = Metrics(run_dir, on_row=seen, on_eval=evaluated, device=run.device, flops=loaded.flops, write=world.first)
+    metrics = Metrics(
+        run_dir, on_row=seen, on_eval=evaluated, device=run.device, flops=loaded.flops, write=world.first,
+        alone=not world.many,
+    )  # fmt: skip
     if saved := start.saved:
         with console.phase(f"Resuming after step {saved.step:,}"):
             metrics.restore(world.share(lambda: saved_metrics(saved)))
