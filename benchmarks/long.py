@@ -48,18 +48,26 @@ def main(preset, file, steps, settings):
     engine = NativeEngine(model, recipe, say, device=device)
     batch = full_batch(1, recipe.max_length, config.get_text_config().vocab_size)
     torch.cuda.reset_peak_memory_stats()
-    seconds, losses = [], []
+    seconds, losses, norms = [], [], []
     for _ in range(int(steps)):
         start = time.perf_counter()
         engine.begin(1e-5)
         engine.accumulate(batch, batch.num_trained, last=True)
-        losses.append(engine.step().loss)
+        result = engine.step()
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        assert not result.skipped, "the gradients are not finite"
         seconds.append(time.perf_counter() - start)
         taken = torch.cuda.max_memory_allocated()
         say(f"step {len(seconds)}: {seconds[-1]:.1f} s, {recipe.max_length / seconds[-1]:,.0f} tokens/s, "
-            f"{taken / 1e9:.1f} GB GPU, loss {losses[-1]:.4f}")  # fmt: skip
+            f"{taken / 1e9:.1f} GB GPU, loss {losses[-1]:.4f}, norm {norms[-1]:.3f}")  # fmt: skip
+    start = time.perf_counter()
+    engine.optimizer.synchronize()
+    torch.cuda.synchronize()
+    updates = time.perf_counter() - start  # what the next forward would hide, as far as it can
     row = {
         "recipe": preset, "settings": values, "planned": headline(plan), "seconds": seconds, "losses": losses,
+        "norms": norms, "updates_seconds": updates,
         "tokens_per_s": recipe.max_length / min(seconds), "gpu_bytes": taken,
         "planned_gpu_bytes": plan.peak_bytes("gpu"), "planned_seconds": plan.seconds.step,
         "host_bytes": psutil.Process().memory_info().rss,

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Long rows on the GPU machine: OUT=out benchmarks/long.sh JOB...
 # Needs what `benchmarks/h200.sh` without a job sets up. Each job has its own time limit; rows go to $OUT/rows.jsonl.
-#   tests     gpu tests of tiles, attention and streaming       today     llama-8b, 131,072 and 262,144, not in tiles
-#   tiles     the same two lengths in tiles                     long      llama-8b, 393,216 tokens, exact, clipped
+#   tests     gpu tests of tiles, attention and streaming       today     llama-8b, 131,072, and 8 layers of it, 262,144,
+#   tiles     the same two in tiles                                       not in tiles
+#   long      llama-8b, 393,216 tokens, exact, clipped
 #   small     llama-8b, 65,536 tokens in 24 GB                  others    gpt-oss-20b and qwen3-14b, 131,072 tokens
 #   half      6 of llama-8b's 32 layers, 524,288 tokens         plan      what is planned for each of these
 set -u
@@ -13,10 +14,10 @@ measure() {  # NAME SECONDS STEPS RECIPE SETTINGS
   local name=$1 limit=$2
   timeout "$limit" python3 benchmarks/long.py "$4" "$OUT/rows.jsonl" "$3" "batch_size=1 $5" > "$OUT/$name.log" 2>&1
   echo "$name: exit $?"
-  grep -E "tokens/s|planned|error|Error" "$OUT/$name.log" | tail -n 8 | cut -c1-220
+  grep -E "tokens/s|planned|activations|uncompiled|error|Error" "$OUT/$name.log" | tail -n 8 | cut -c1-220
 }
 
-LONG="order=layers tile=16384"
+LONG="order=layers tile=16384" EIGHT="shape=num_hidden_layers=8"  # all 32 would take three minutes a pass
 for job in "$@"; do
   case $job in
     tests) timeout 580 python3 -m pytest -q -m gpu tests/engine/test_tiles.py tests/engine/test_streamed.py \
@@ -24,10 +25,10 @@ for job in "$@"; do
       echo "tests: exit $?"; tail -n 3 "$OUT/tests.log" ;;
     today)
       measure today-131072 300 1 llama-8b "max_length=131072"
-      measure today-262144 580 1 llama-8b "max_length=262144 order=layers inputs=parked tile=none" ;;
+      measure today-262144 580 1 llama-8b "max_length=262144 order=layers inputs=parked tile=none $EIGHT" ;;
     tiles)
       measure tiles-131072 300 1 llama-8b "max_length=131072 inputs=parked $LONG"
-      measure tiles-262144 580 1 llama-8b "max_length=262144 inputs=parked $LONG" ;;
+      measure tiles-262144 580 1 llama-8b "max_length=262144 inputs=parked $LONG $EIGHT" ;;
     long) measure long 595 1 llama-8b "max_length=393216 inputs=parked $LONG" ;;
     small) measure small 240 2 llama-8b "max_length=65536 gpu_memory=24GB weights=streamed inputs=parked $LONG" ;;
     others)

@@ -48,6 +48,11 @@ def pytest_configure(config):
     use_quick_products()
 
 
+def pytest_collection_modifyitems(items):
+    """Those of the whole repository first: the longest of them would else be the last to begin, alone."""
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+
+
 def pytest_collection_finish():
     """What was imported stays: no search for garbage need look at it."""
     gc.freeze()
