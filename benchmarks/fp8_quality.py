@@ -36,7 +36,7 @@ from penstock.machine.hardware import describe, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.model.matmul import set_matmul
 from penstock.recipe.presets import PRESETS
-from penstock.recipe.recipe import Recipe, to_dict, with_values
+from penstock.recipe.recipe import FP8_ENDS, Recipe, to_dict, with_values
 from penstock.report.console import Console
 from penstock.run.train import train
 
@@ -67,6 +67,7 @@ def about(recipe: Recipe, device: torch.device) -> dict:
         "machine": describe(device),
         "emulated": device.type == "cpu",
         "torch": version("torch"),
+        "fp8_ends": FP8_ENDS,
         **{name: to_dict(recipe)[name] for name in kept},
         **{name: Path(getattr(recipe, name)).name for name in ("model", "data")},  # wherever they lie
     }
@@ -101,11 +102,12 @@ def in_bf16(recipe: Recipe) -> float:
 
 def quality(directory: Path, seeds: list[int], matmuls: list[str], recipe: Recipe) -> None:
     path, device = directory / "fp8_quality.jsonl", pick_device(recipe.device)
-    known = {(row["seed"], row["matmul"], row["model"], row["data"], row["max_steps"]) for row in lines(path)}
+    names = ("seed", "matmul", "model", "data", "max_steps", "fp8_ends")
+    known = {tuple(row.get(name) for name in names) for row in lines(path)}
     shared = about(recipe, device)
     for seed in seeds:
         for matmul in matmuls:
-            if (seed, matmul, shared["model"], shared["data"], recipe.max_steps) in known:
+            if (seed, matmul, shared["model"], shared["data"], recipe.max_steps, FP8_ENDS) in known:
                 continue
             with tempfile.TemporaryDirectory(prefix="fp8-quality-") as place:
                 one = parted(recipe, Path(place))
@@ -185,6 +187,8 @@ def gradients(directory: Path, recipe: Recipe) -> None:
             # Weights that bf16 has: in fp32 they are the same, and only what is computed differs.
             model = rounded(load_model(dataclasses.replace(one, dtype="bf16"), config, device, print), dtype)
         packed = PackedModel(model, one, print)
+        if kind == "fp8":
+            set_matmul(model, packed.decoder.layers, "fp8")  # the first and the last too
         loss = packed.loss_sum(batch) / batch.num_trained
         loss.backward()
         losses[kind] = loss.item()

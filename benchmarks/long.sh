@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Long rows on the GPU machine: OUT=out benchmarks/long.sh JOB...
 # Needs what `benchmarks/h200.sh` without a job sets up. Each job has its own time limit; rows go to $OUT/rows.jsonl.
-#   tests     gpu tests of tiles, attention and streaming       today     llama-8b, 131,072, and 8 layers of it, 262,144,
-#   tiles     the same two in tiles                                       not in tiles
-#   long      llama-8b, 393,216 tokens, exact, clipped
+#   tests     gpu tests of tiles, attention and streaming       long      llama-8b, 393,216 tokens, exact, clipped
+#   today     llama-8b, 131,072 tokens, and 8 layers of it, 262,144 tokens, not in tiles
+#   tiles     the same two in tiles
 #   small     llama-8b, 65,536 tokens in 24 GB                  others    gpt-oss-20b and qwen3-14b, 131,072 tokens
 #   half      6 of llama-8b's 32 layers, 524,288 tokens         plan      what is planned for each of these
 set -u

@@ -8,13 +8,14 @@
 #   overhead   8 layers of llama-8b, one, two and four ranks, the same batch: seconds, lanes, memory beside the plan
 #              (DATA=FILE: rows are full if it packs to 32 rows of 4,096 tokens or more, which the demo's data does not)
 #   memory     the same, clipped, with all state on the host: gradients of a unit make room
-#   hosts      two machines, as far as one can be two: NCCL over sockets between network namespaces
+#   hosts      two machines, as far as one can be two: NCCL over sockets, between network namespaces or over loopback
 set -u
 cd "$(dirname "$0")/.."
 : "${NCCL:?NCCL=FILE names a libnccl.so of 2.30 or later}" "${DATA:=demo}"
 . benchmarks/environment.sh
 export LD_PRELOAD=$(realpath "$NCCL") NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_ALGO=RING NCCL_DEBUG=WARN PENSTOCK_SHARE_GPU=1
 RUNS=$(mktemp -d)  # models and checkpoints; what is to be kept of a run goes to $OUT
+trap 'rm -rf "$RUNS"' EXIT
 
 with_mps() {  # COMMAND..., and the server of MPS for it alone
   local pipes logs code
@@ -39,7 +40,7 @@ train() {  # NAME SECONDS RANKS FLAGS...
   local code=$?
   echo "$name: exit $code"
   # A rank that waits inside of NCCL outlives a launcher that was killed.
-  [ $code = 137 ] && pgrep -f "penstock train llama-8b" | xargs -r kill -9
+  [ $code = 137 ] && pgrep -f "$RUNS/$name" | xargs -r kill -9
   rm -rf "$RUNS/$name"/model*
   tar czf "$OUT/runs.tgz" --exclude=checkpoints -C "$RUNS" .
 }

@@ -21,12 +21,10 @@ trap cleanup EXIT
 
 namespaces() {
   ip netns add "$a" && ip netns add "$b" && ip link add cable netns "$a" type veth peer name cable netns "$b" || return
-  ip -n "$a" addr add 10.77.0.1/24 dev cable
-  ip -n "$b" addr add 10.77.0.2/24 dev cable
+  ip -n "$a" addr add 10.77.0.1/24 dev cable && ip -n "$b" addr add 10.77.0.2/24 dev cable || return
   local host
   for host in "$a" "$b"; do
-    ip -n "$host" link set lo up
-    ip -n "$host" link set cable up
+    ip -n "$host" link set lo up && ip -n "$host" link set cable up || return
   done
 }
 if namespaces 2>"$work/why"; then

@@ -1,11 +1,17 @@
 """What a trial reads off the allocator, with one that is played by the test."""
 
+import dataclasses
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from penstock.engine.trial import _period, _Watch, _with_sums
+from penstock.engine.trial import _length_to_compile, _period, _Watch, _with_sums
+from penstock.model.tiles import spans
 from penstock.plan.split import Manner, Profile
+from penstock.recipe.presets import PRESETS
 
 MB = 1024**2
 
@@ -52,3 +58,14 @@ def test_row_by_row_gradients_of_streamed_weights_wait_for_the_last_row(micro_ba
     model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
     found = _with_sums(Profile(1000, 1100), model, Manner(in_backward=False), micro_batches)
     assert (found.activation_bytes, found.kept_bytes) == (1000 + held * 64, max(1100, 1000 + held * 64))
+
+
+@given(length=st.integers(65_536, 500_000), tile=st.sampled_from([4096, 8192, 16_384]))
+def test_what_is_compiled_has_tiles_of_the_same_lengths(length, tile):
+    recipe = dataclasses.replace(PRESETS["llama-8b"], max_length=length, order="layers", tile=str(tile))
+    short = _length_to_compile(recipe)
+    assert short <= length
+    lengths = [{span.stop - span.start for span in spans(tokens, tile)} for tokens in (short, length)]
+    assert lengths[0] == lengths[1]
+    if length % tile == 0:
+        assert short == 2 * tile

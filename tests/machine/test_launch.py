@@ -234,7 +234,6 @@ def test_ranks_keep_to_their_cores_unless_told_otherwise(tmp_path, flags, ranks_
     assert cores == len(os.sched_getaffinity(0)) * ranks_on_a_core // 2
 
 
-@pytest.mark.slow
 def test_ranks_that_hear_no_signal_are_killed_with_what_they_started_after_the_second(tmp_path, monkeypatch):
     monkeypatch.setattr(launch_module, "INSISTING_SECONDS", 0.2)
     script = f"trap '' TERM; sleep 600 & echo $! > {tmp_path}/child; while true; do sleep 0.1; done"
@@ -243,12 +242,13 @@ def test_ranks_that_hear_no_signal_are_killed_with_what_they_started_after_the_s
         while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text().strip():
             time.sleep(0.02)
         child = int((tmp_path / "child").read_text())
-        with launch_module._passing_signals_to([deaf]):
+        with launch_module._passing_signals_to([deaf]) as heard:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.6)
             assert deaf.poll() is None, "the first one asks it to save"
             os.kill(os.getpid(), signal.SIGTERM)
             assert deaf.wait(10) == -signal.SIGKILL
+        assert heard == [signal.SIGTERM] * 2
         deadline = time.monotonic() + 10
         while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline
@@ -257,6 +257,7 @@ def test_ranks_that_hear_no_signal_are_killed_with_what_they_started_after_the_s
         launch_module._kill([deaf])
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_ranks_with_its_error_once(tmp_path):
     run = tmp_path / "run"
     process = start(*RUN, "--max-steps", "5000", "--epochs", "5000", "--gpus", "2", "--output-dir", run)

@@ -29,14 +29,14 @@ def experts_of(name, **changes):
     return theirs, ours
 
 
-def inputs(experts, tokens, each=2, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1)
-    width = experts.down_proj.shape[-1 if experts.is_transposed else 1]
-    hidden, gradient = (torch.randn(tokens, width, generator=generator).to(dtype) for _ in range(2))
+def inputs(experts, tokens, each=3):
+    generator, place = torch.Generator().manual_seed(1), experts.down_proj
+    width = place.shape[-1 if experts.is_transposed else 1]
+    hidden, gradient = (torch.randn(tokens, width, generator=generator).to(place) for _ in range(2))
     scores = torch.rand(tokens, experts.num_experts, generator=generator)
     scores[:, 0] = 0  # one expert gets nothing
     weights, chosen = torch.topk(scores, each)
-    return hidden, chosen, weights.to(dtype), gradient
+    return hidden, chosen.to(place.device), weights.to(place), gradient
 
 
 def run(experts, hidden, chosen, weights, gradient):
@@ -50,27 +50,31 @@ def run(experts, hidden, chosen, weights, gradient):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_results_are_those_of_transformers_and_gradients_to_rounding(name, dtype):
-    theirs, ours = (experts.to(dtype) for experts in experts_of(name))
-    given = inputs(theirs, 50, dtype=dtype)
+@pytest.mark.parametrize("tokens", [50, 1, 0])
+def test_results_are_those_of_transformers_and_gradients_to_rounding(name, dtype, tokens, device):
+    theirs, ours = (experts.to(device, dtype) for experts in experts_of(name))
+    given = inputs(theirs, tokens)
     (a, by_them), (b, by_us) = run(theirs, *given), run(ours, *given)
     assert torch.equal(a, b)
     assert by_us.keys() == by_them.keys()
     for key, gradient in by_us.items():
         assert gradient.dtype is dtype
-        error = (gradient - by_them[key]).double().norm() / by_them[key].double().norm()
-        assert error < (1e-6 if dtype is torch.float32 else 2e-2), key
+        error = (gradient - by_them[key]).double().norm()
+        assert error <= (1e-6 if dtype is torch.float32 else 2e-2) * by_them[key].double().norm(), key
 
 
-def test_a_bias_gets_what_thousands_of_tokens_give_it():
-    theirs, ours = (experts.bfloat16() for experts in experts_of("gpt_oss"))
-    given = inputs(theirs, 8000, dtype=torch.bfloat16)
+def test_sums_over_tokens_and_copies_are_rounded_once(device):
+    theirs, ours = (
+        experts.to(device, torch.bfloat16) for experts in experts_of("gpt_oss", num_local_experts=16, num_experts=16)
+    )
+    given = inputs(theirs, 8000, each=8)
     found = [run(experts, *given)[1] for experts in (ours, theirs)]
     _, exact = run(theirs.float(), *(t.float() if t.is_floating_point() else t for t in given))
-    for key in ("gate_up_proj_bias", "down_proj_bias"):
+    for key, at_least in {"gate_up_proj_bias": 4, "down_proj_bias": 4, "hidden": 1.1}.items():
         mine, stock = (float((g[key].float() - exact[key]).norm() / exact[key].norm()) for g in found)
-        assert mine < 0.01
-        assert stock > 5 * mine, "as autograd does it by itself"
+        assert mine < 0.01, key
+        if device == "cpu":  # what autograd does by itself; on a GPU it may know better some day
+            assert stock > at_least * mine, key
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._inductor import config as inductor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -218,8 +219,9 @@ def joined(world: World, device: torch.device) -> Iterator[None]:
     # which. With 0 it only writes that down; the kernel goes on waiting, so nothing is computed from what is missing.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")  # nor for a fault of its own, which has a message
-    # It keeps the interpreter's lock while a launch waits in a full queue, and `Watch` would starve. Triton's does not.
-    os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
+    # Inductor's own launcher keeps the interpreter's lock while it waits in a full queue: `Watch` would starve.
+    if hasattr(inductor, "use_static_cuda_launcher"):
+        inductor.use_static_cuda_launcher = False
     if device.type == "cuda":
         torch.cuda.set_device(device)  # or every rank would make a context on the first GPU
     HAS_JOINED.set()
@@ -228,7 +230,7 @@ def joined(world: World, device: torch.device) -> Iterator[None]:
     store = meeting.open_store()
     try:
         watch = Watch(address, world.rank, world.size)
-    except RuntimeError as error:
+    except dist.DistError as error:
         remedy = "Its machine shows why. Start the command again, on every machine."
         raise RankLost(GONE, where="the ranks have not met", remedy=remedy) from error
     try:

@@ -25,6 +25,7 @@ from penstock.engine.parked import KeptInputs
 from penstock.engine.ranks import World
 from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.hardware import pick_compile
+from penstock.model import tiles
 from penstock.offload.dtensors import all_say, is_streamed, local
 from penstock.plan.job import LONG_ROW
 from penstock.plan.layout import UNIT_SLOTS
@@ -185,17 +186,18 @@ def _together(recipe: Recipe, vocab_size: int) -> list[MicroBatch]:
 
 
 def _try_few_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer) -> Profile:
-    """The same with the last few layers, for rows whose whole step takes minutes: layers take alike."""
+    """The same with the last few layers, for rows whose whole step takes minutes: layers take alike.
+
+    With fp8 a forward takes less than it says, since the very last layer is in bf16.
+    """
     config, layers = packed.model.config.get_text_config(), len(packed.decoder.layers)
     batches = _together(recipe, config.vocab_size)
     parameters = [p for p in packed.model.parameters() if p.requires_grad]
     peaks, began = _LayerPeaks(packed, several=len(batches) > 1), time.perf_counter()
     period = _period([_kind(config, number) for number in range(layers)])
-    tile, rest = tile_tokens(recipe), recipe.max_length
-    if tile:  # all tiles are compiled alike; attention is not, and takes most of a long row
-        rest = min(recipe.max_length, tile + (recipe.max_length % tile or tile))
+    short = full_batch(1, _length_to_compile(recipe), config.vocab_size)
     with _told(parameters, drop_gradient), layerwise.fewer(TRIED_PERIODS * period) as tried:
-        for trial in ([full_batch(recipe.rows_at_once, rest, config.vocab_size)], batches):  # first to compile
+        for trial in ([short] if recipe.rows_at_once == 1 else batches[:1], batches):  # the first, for what is compiled
             start_seconds = time.perf_counter() - began
             layerwise.timeline.start()
             run = functools.partial(layerwise.run, trial, 1, nullcontext)
@@ -212,6 +214,20 @@ def _try_few_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer
     again = (1 - 1 / inputs_every(recipe.inputs)) * forward / layers  # of layers without a saved input
     backward += (layers - tried) * (layer_seconds + again)  # the head is in it once
     return Profile(taken, kept, forward_seconds=forward, backward_seconds=backward, start_seconds=start_seconds)
+
+
+def _length_to_compile(recipe: Recipe) -> int:
+    """The shortest row whose tiles have the lengths that those of a whole one have. Attention is not compiled."""
+    length, tile = recipe.max_length, tile_tokens(recipe)
+    if not tile:
+        return length
+    wanted = _lengths(length, tile)
+    some = range(max(wanted) + min(wanted), length, max(wanted))
+    return next((n for n in some if _lengths(n, tile) == wanted), length)
+
+
+def _lengths(tokens: int, tile: int) -> set[int]:
+    return {span.stop - span.start for span in tiles.spans(tokens, tile)}
 
 
 def _kind(config: PreTrainedConfig, layer: int) -> str:

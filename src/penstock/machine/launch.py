@@ -102,7 +102,7 @@ def launch(words: Sequence[str], machines: Machines, *, debug: bool) -> int:
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", **({"GLOO_SOCKET_IFNAME": "lo"} if machines.nodes == 1 else {})}
         processes: list[subprocess.Popen[bytes]] = []
         first_rank = machines.node_rank * machines.gpus
-        with _passing_signals_to(processes):
+        with _passing_signals_to(processes) as heard:
             for local_rank in range(machines.gpus):
                 variables = machines.environment(local_rank, address)
                 environment = {**quiet, **os.environ, **variables, ERRORS: notes}
@@ -111,7 +111,7 @@ def launch(words: Sequence[str], machines: Machines, *, debug: bool) -> int:
         agreed = any(_mark(Path(notes), first_rank + index, AGREED).exists() for index in range(machines.gpus))
         if any(codes) and not agreed:  # what they started has nobody to end it
             _kill(processes)
-        exit_code = _report(codes, Path(notes), words, first_rank=first_rank)
+        exit_code = _report(codes, Path(notes), words, first_rank=first_rank, insisted=len(heard) > 1)
         if machines.nodes > 1:
             _tell_other_machines(codes, Path(notes), machines, address)
         return exit_code
@@ -138,8 +138,11 @@ def _start(words: Sequence[str], environment: dict[str, str], notes: Path, *, sh
 
 
 @contextmanager
-def _passing_signals_to(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """To all that run. A rank that waits inside of a library hears none: after the second one it is killed."""
+def _passing_signals_to(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """To all that run. A rank that waits inside of a library hears none: after the second one it is killed.
+
+    Gives the signals that came.
+    """
     heard: list[int] = []
 
     def handle(number: int, _: object) -> None:
@@ -154,7 +157,7 @@ def _passing_signals_to(processes: Sequence[subprocess.Popen[bytes]]) -> Iterato
             timer.start()
 
     with handling(handle, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        yield
+        yield heard
 
 
 def _wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
@@ -224,8 +227,8 @@ def _how(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _report(codes: Sequence[int], notes: Path, words: Sequence[str], *, first_rank: int) -> int:
-    """Show the error of the rank that failed first, and give its exit code."""
+def _report(codes: Sequence[int], notes: Path, words: Sequence[str], *, first_rank: int, insisted: bool = False) -> int:
+    """Show the error of the rank that failed first, and give its exit code. `insisted`: after a second signal."""
     failed = [(code, first_rank + index) for index, code in enumerate(codes) if code]
     if not failed:
         return 0
@@ -234,7 +237,8 @@ def _report(codes: Sequence[int], notes: Path, words: Sequence[str], *, first_ra
     if note.exists():
         message = note.read_text(encoding="utf-8")
     else:
-        hint = "The kernel does that when host memory is full. " if code == -signal.SIGKILL else ""
+        hint = "The kernel does that when host memory is full. " if code == -signal.SIGKILL and not insisted else ""
+        hint = f"It did not end within {INSISTING_SECONDS:.0f} s of the second signal. " if insisted else hint
         said = output.read_text(encoding="utf-8", errors="replace").strip() if output.exists() else ""
         lines = [*said.splitlines()[-10:], f"{hint}The same command with --resume goes on from the newest checkpoint."]
         message = _how(code) + "".join(f"\n  {line}" for line in lines)

@@ -35,7 +35,7 @@ SILENT_SECONDS = 120.0
 """How long a rank may give no sign of life. Its thread needs the lock of the interpreter for one, which a call into a
 compiler or a driver may keep for a minute. Two minutes are longer than that, and little beside what is lost anyway."""
 WORD_SECONDS = 45.0
-"""How long a rank that lost a connection waits to hear whose: the launcher of a killed one imports torch before."""
+"""How long a rank that lost a connection waits to hear whose: the launcher of a killed one first imports torch."""
 GRACE_SECONDS = 5.0
 """What a rank that heard of a failure has to end by itself: often all fail alike, each with its own message."""
 CONNECTION_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "remote process exited")

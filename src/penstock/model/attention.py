@@ -299,7 +299,8 @@ def attend(
     if q.numel() < _MOST_ELEMENTS:
         out = some_heads(q, k, v, sinks)
     else:
-        out = torch.cat([_Apart.apply(some_heads(*group)) for group in _groups(q, k, v, sinks)], dim=1)
+        groups = [some_heads(*group) for group in _groups(q, k, v, sinks)]
+        out = torch.cat([_Apart.apply(group) for group in groups], dim=1)  # type: ignore[no-untyped-call]
     return out.view(rows, length, heads, -1), None
 
 

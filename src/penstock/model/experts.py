@@ -3,7 +3,7 @@
 transformers sorts pairs of tokens and experts by expert, and picks rows and biases by index. Autograd answers each pick
 with a sum by index: pair after pair in the working precision, rounded every time. So of a bias, to which thousands of
 tokens add, a gradient in bf16 loses what is small beside the sum so far, and a GPU adds them one after another. Here
-each pick knows its inverse: copies of a token are summed in fp32 and rounded once, those of a bias by a product.
+each pick knows its inverse: the copies of a token are summed in fp32 and rounded once, those of a bias by a product.
 Forward computes what transformers computes, to the bit.
 """
 
@@ -21,7 +21,10 @@ NAME = "penstock"
 
 
 def use_experts(model: PreTrainedModel) -> None:
-    """Compute the model's experts here, where transformers would compute them as grouped products."""
+    """Compute the model's experts here, where transformers would compute them as grouped products.
+
+    Answers too, for which transformers would take other products on a GPU, faster for single tokens.
+    """
     has_experts = any(hasattr(part, "has_gate") for part in model.modules())
     if has_experts and model.config._experts_implementation == "grouped_mm":
         moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
@@ -36,14 +39,14 @@ def experts_forward(experts: nn.Module, tokens: Tensor, chosen: Tensor, weights:
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     offsets = _ends(ids, e.num_experts)
-    rows = _Picked.apply(tokens, order // each, back, each)
+    rows = _picked(tokens, order // each, back, each)
     first, first_bias = ("gate_up_proj", "gate_up_proj_bias") if e.has_gate else ("up_proj", "up_proj_bias")
     rows = _product(e, rows, first, first_bias, ids, offsets)
     rows = e._apply_gate(rows) if e.has_gate else e.act_fn(rows)
     rows = _product(e, rows, "down_proj", "down_proj_bias", ids, offsets)
     rows = e.post_expert_norm(rows) if getattr(e, "has_post_expert_norm", False) else rows
-    rows = rows * _Picked.apply(weights.reshape(-1), order, back, 1).unsqueeze(-1)
-    summed = _Picked.apply(rows, back, order, 1).view(len(tokens), each, -1).sum(dim=1)
+    rows = rows * _picked(weights.reshape(-1), order, back).unsqueeze(-1)
+    summed = _picked(rows, back, order).view(*chosen.shape, tokens.shape[-1]).sum(dim=1)
     return summed.to(tokens.dtype)
 
 
@@ -56,7 +59,14 @@ def _ends(ids: Tensor, num_experts: int) -> Tensor:
 
 def _product(experts: Any, rows: Tensor, name: str, bias_name: str, ids: Tensor, offsets: Tensor) -> Tensor:
     found: Tensor = moe._grouped_linear(rows, getattr(experts, name), offsets, is_transposed=experts.is_transposed)
-    return found.add_(_Biases.apply(getattr(experts, bias_name), ids)) if experts.has_bias else found
+    if experts.has_bias:
+        found.add_(_Biases.apply(getattr(experts, bias_name), ids))  # type: ignore[no-untyped-call]
+    return found
+
+
+def _picked(rows: Tensor, index: Tensor, back: Tensor, copies: int = 1) -> Tensor:
+    found: Tensor = _Picked.apply(rows, index, back, copies)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Picked(torch.autograd.Function):
@@ -69,7 +79,7 @@ class _Picked(torch.autograd.Function):
         return rows[index]
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc,untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
         gathered = gradient[back]
@@ -88,7 +98,7 @@ class _Biases(torch.autograd.Function):
         return biases[ids]
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc,untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (ids,) = ctx.saved_tensors
         own = torch.arange(ctx.num_experts, device=ids.device)[:, None] == ids  # which pairs are each expert's

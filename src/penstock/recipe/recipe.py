@@ -278,8 +278,8 @@ FP8_ENDS = 1
 def fp8_layers(num_layers: int) -> range:
     """Layers whose products run in fp8: all but the first and the last.
 
-    Of SmolLM2-135M's thirty these two add 0.012 of the 0.032 that fp8 adds to its loss, and no other two as much
-    (benchmarks/results/2026-11-17-h200/fp8/fp8_layers.jsonl). More at the ends gain nothing.
+    Of SmolLM2-135M's thirty these two add 0.012 of the 0.032 that fp8 adds to its loss, and no other layer as much as
+    either (benchmarks/results/2026-11-17-h200/fp8/fp8_layers.jsonl). Leaving out more at the ends gains nothing.
     """
     return range(FP8_ENDS, max(FP8_ENDS, num_layers - FP8_ENDS))
 
