@@ -234,6 +234,19 @@ def test_ranks_keep_to_their_cores_unless_told_otherwise(tmp_path, flags, ranks_
     assert cores == len(os.sched_getaffinity(0)) * ranks_on_a_core // 2
 
 
+@pytest.mark.parametrize(
+    ("code", "insisted", "said"),
+    [
+        (-signal.SIGKILL, False, "host memory is full"),
+        (-signal.SIGKILL, True, "did not end within 10 s of the second signal"),
+        (143, True, "ended with exit code 143\n  The same command"),
+    ],
+)
+def test_a_rank_that_was_killed_is_told_why_and_one_that_obeyed_is_not(tmp_path, capsys, code, insisted, said):
+    _report([code], tmp_path, ["train"], first_rank=0, insisted=insisted)
+    assert said in capsys.readouterr().err
+
+
 def test_ranks_that_hear_no_signal_are_killed_with_what_they_started_after_the_second(tmp_path, monkeypatch):
     monkeypatch.setattr(launch_module, "INSISTING_SECONDS", 0.2)
     script = f"trap '' TERM; sleep 600 & echo $! > {tmp_path}/child; while true; do sleep 0.1; done"

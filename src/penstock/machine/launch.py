@@ -237,8 +237,9 @@ def _report(codes: Sequence[int], notes: Path, words: Sequence[str], *, first_ra
     if note.exists():
         message = note.read_text(encoding="utf-8")
     else:
-        hint = "The kernel does that when host memory is full. " if code == -signal.SIGKILL and not insisted else ""
-        hint = f"It did not end within {INSISTING_SECONDS:.0f} s of the second signal. " if insisted else hint
+        why = f"It did not end within {INSISTING_SECONDS:.0f} s of the second signal. "
+        why = why if insisted else "The kernel does that when host memory is full. "
+        hint = why if code == -signal.SIGKILL else ""
         said = output.read_text(encoding="utf-8", errors="replace").strip() if output.exists() else ""
         lines = [*said.splitlines()[-10:], f"{hint}The same command with --resume goes on from the newest checkpoint."]
         message = _how(code) + "".join(f"\n  {line}" for line in lines)
