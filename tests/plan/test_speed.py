@@ -81,10 +81,10 @@ def test_exchange_grows_with_gpus():
 
 
 def test_fp8_products_of_llama_8b_on_the_h200():
-    """Forward and backward, compiled, nothing recomputed, four rows at once: 0.942 s with all layers in fp8
-    (2026-11-17-h200/fp8), of which two now are not: 0.025 s more."""
+    """Forward and backward, compiled, nothing recomputed, four rows at once, on an instance whose products of fp8
+    numbers reached 1,497 TFLOP/s where this one is said to reach 1,531 (2026-11-17-h200/fp8)."""
     work = Work(4, 4096, "none", compiled=True, matmul="fp8")
-    assert arithmetic(LLAMA_8B, work, H200).total_s == pytest.approx(0.967, rel=0.03)
+    assert arithmetic(LLAMA_8B, work, H200).total_s == pytest.approx(0.986 * 1497 / 1531, rel=0.03)
 
 
 @pytest.mark.parametrize(("matmul", "measured_s", "within"), [("bf16", 1.558, 0.05), ("fp8", 1.238, 0.12)])

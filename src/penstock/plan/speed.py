@@ -5,8 +5,9 @@ Each has one constant, fitted to figures measured on the H200 at 784 TFLOP/s (be
 Layers as transformers writes them, with flash attention: forward and backward of llama-8b (1 x 4096, no recompute) and
 of qwen3-14b (4 x 4096, full recompute), floors 1.71 s and 3.87 s a step. Compiled, with attention by rows: llama-8b
 1.39 s; qwen3-14b 2.56 s (`selected:14`) and 2.79 s (`selected`); phi-4 2.60 s and 2.83 s. The fit is within 5 %.
-With fp8 products, whose casts are memory traffic, the floor of llama-8b is 0.942 s with four rows at once, where these
-constants say 0.923; a step with one row at a time takes 1.238 s, where they say 1.109 (results/2026-11-17-h200/fp8).
+With fp8 products, whose casts are memory traffic, the floor of llama-8b is 0.986 s with four rows at once, where these
+constants say 0.950; a step with one row at a time and all layers in fp8 took 1.238 s, where they said 1.109
+(results/2026-11-17-h200/fp8).
 One efficiency for everything was rejected: models differ by a fifth in it, and the share of recompute would be wrong.
 """
 
