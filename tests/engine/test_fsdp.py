@@ -4,8 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from rank_jobs import silent
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from penstock.engine.fsdp import shard_over_ranks
+from penstock.engine.packed import PackedModel
+from penstock.engine.trial import full_batch
 from penstock.machine.known import MACHINES
+from penstock.model.load import load_config, load_model
 from penstock.plan.job import Job
 from penstock.plan.solve import solve
 from penstock.recipe.presets import ARCHITECTURES, PRESETS
@@ -86,3 +95,30 @@ def test_what_is_planned_for_four_gpus_is_what_a_rank_deals(ranks):
         assert rank.keys() <= planned.keys()
         for key, num_bytes in rank.items():
             assert num_bytes == pytest.approx(planned[key], rel=0.01), key
+
+
+@pytest.mark.parametrize(("vocab", "whole"), [(20_000, "head"), (1_000, "layer")])
+def test_what_a_rank_holds_whole_for_a_moment(vocab, whole):
+    """What `plan.memory.peaks` counts: two tables at the loss, three layers in backward beside the own gradients."""
+    shape = "hidden_size=256,intermediate_size=1024,num_hidden_layers=4,num_attention_heads=4,num_key_value_heads=4"
+    recipe = replace(
+        PRESETS["llama-8b"], init="random", shape=f"{shape},vocab_size={vocab}", tokenizer="demo", device="cpu",
+        dtype="bf16", recompute="full", compile=False, max_length=64,
+    )  # fmt: skip
+    model = load_model(recipe, load_config(recipe), torch.device("cpu"), silent)
+    modules = {"head": model.lm_head, "layer": model.model.layers[0]}
+    sizes = {name: sum(p.nbytes for p in module.parameters()) for name, module in modules.items()}
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        shard_over_ranks(model, init_device_mesh("cpu", (4,)), None)
+        packed, tracker = PackedModel(model, recipe, silent), FSDPMemTracker(model)
+        with tracker:
+            for _ in range(2):
+                packed.loss_sum(full_batch(1, 64, vocab)).backward()
+    finally:
+        dist.destroy_process_group()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    gathered = sum(
+        peak[kind] for kind in peak if str(kind).endswith(("UNSHARDED_PARAM", "ALL_GATHER", "REDUCE_SCATTER"))
+    )
+    assert gathered == pytest.approx({"head": 2, "layer": 3}[whole] * sizes[whole], rel=0.01)

@@ -20,7 +20,7 @@ def stored(tmp_path_factory):
     model.save_pretrained(directory)
     names = json.loads((directory / "config.json").read_text())["architectures"]
     assert names == ["Qwen3MoeForCausalLM"]
-    return directory, {name: p.detach().clone() for name, p in model.named_parameters()}
+    return directory, {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -1,6 +1,7 @@
 """Activations: counted here, saved by autograd there; and the three figures that were measured on the H200."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +10,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.engine.packed import PackedModel
 from penstock.engine.trial import full_batch
+from penstock.machine.known import MACHINES
 from penstock.model.attention import VARLEN
 from penstock.plan import memory
 from penstock.plan.architecture import from_config
+from penstock.plan.job import Job, Settings
 from penstock.plan.memory import Work, disk, in_flight_bytes, peaks, saved_in_layer
+from penstock.plan.predict import predict
 from penstock.recipe.presets import ARCHITECTURES
 from penstock.recipe.recipe import Recipe
 
@@ -114,9 +118,18 @@ def test_recompute_takes_less_and_rows_more():
 
 def test_each_of_several_gpus_keeps_a_share_of_the_gradients_beside_whole_activations():
     one, four = (peaks(LLAMA_8B, Work(1, 4096, "full"), gpus) for gpus in (1, 4))
-    assert four.activation_bytes == one.activation_bytes
+    head = 2 * LLAMA_8B.vocab * LLAMA_8B.hidden
+    assert four.activation_bytes == one.activation_bytes + 2 * head, "it is gathered while the loss is computed"
     assert four.kept_bytes < one.kept_bytes
     assert four.kept_bytes > 2 * LLAMA_8B.num_parameters() / 4 + saved_in_layer(LLAMA_8B, Work(1, 4096, "none")) / 2
+
+
+def test_two_ranks_of_eight_layers_of_llama_8b():
+    """On the H200 (2026-11-17-h200/ranks) each took 18.66 GB, half of the state on its GPU."""
+    job = Job(replace(LLAMA_8B, layers=8), 4, 4096, compiled=True)
+    plan = predict(job, Settings("fp32", 1, "full"), MACHINES["h200"], 2)
+    beside_state = plan.peak_bytes("gpu") - sum(b.num_bytes for b in plan.buffers if "state" in b.name)
+    assert beside_state == pytest.approx(18.66e9 - 6.99e9, rel=0.01)
 
 
 def test_disk_holds_checkpoints_and_the_model():

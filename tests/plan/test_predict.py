@@ -131,7 +131,6 @@ def test_several_gpus_hold_a_share_each():
     weights = [next(b.num_bytes for b in plan.buffers if b.name == "weights") for plan in (one, two)]
     assert weights[1] == pytest.approx(weights[0] / 2, rel=1e-6)
     assert one.tokens_per_s < two.tokens_per_s < 2.1 * one.tokens_per_s
-    assert "gathered layers" in {b.name for b in two.buffers}
 
 
 def test_one_memory_for_both_holds_everything_once():

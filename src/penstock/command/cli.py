@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,7 +32,7 @@ from penstock.command.arguments import (
     with_value,
     without_local_rank,
 )
-from penstock.command.libraries import importing, prepare_torch, quiet_libraries
+from penstock.command.libraries import importing, output_for_people, prepare_torch, quiet_libraries
 from penstock.errors import RecipeError, UserError, counted, did_you_mean, tell
 from penstock.machine.signals import handling, leave_terminal
 from penstock.recipe.presets import PRESETS
@@ -157,7 +157,7 @@ def train(words: list[str]) -> int:
         if args.json and world.first:
             print(json.dumps({"recipe": to_dict(args.recipe), **dataclasses.asdict(outlook)}))
         return 0
-    with redirect_stdout(sys.stderr) if args.json else nullcontext():  # a tracker's own lines must not join the object
+    with output_for_people() if args.json else nullcontext():
         summary = run(args.recipe, console, resume=args.resume, world=world, **start)
     if not world.first:
         return 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 
 def prepare_torch() -> None:
@@ -28,6 +30,26 @@ def importing() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def output_for_people() -> Iterator[None]:
+    """What others print goes to standard error, so that one JSON object is all of standard output.
+
+    So do lines of libraries in C, such as NCCL's with NCCL_DEBUG.
+    """
+    c = ctypes.CDLL(None)
+    sys.stdout.flush()
+    c.fflush(None)
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        c.fflush(None)
+        os.dup2(own, 1)
+        os.close(own)
 
 
 def quiet_libraries(debug: bool, level: str | None = None) -> None:

@@ -108,7 +108,13 @@ def saved_in_layer(a: Architecture, work: Work, dial: Recompute = "none") -> flo
 
 
 def peaks(a: Architecture, work: Work, gpus: int = 1) -> Peaks:
-    """Walk through forward, the loss and backward, and take the highest point. Of a gradient each GPU keeps a share."""
+    """Walk through forward, the loss and backward, and take the highest point. Of a gradient each GPU keeps a share.
+
+    Of several GPUs each holds whole units for a moment, beside its shares, as FSDP2 does: the head and the buffer that
+    it was gathered in while the loss is computed; a layer, the next one that is being gathered, and gradients of the
+    one before that are being reduced; the embedding's gradient and the buffer that it is reduced in at the end, or,
+    if it is the head too, also its weight and both gradients of it.
+    """
     b, h = work.dtype_bytes, a.hidden
     whole, chosen = saved_in_layer(a, work), work.recompute_by_layer(a)
     by_dial = {dial: saved_in_layer(a, work, dial) for dial in set(chosen)}
@@ -117,20 +123,21 @@ def peaks(a: Architecture, work: Work, gpus: int = 1) -> Peaks:
     in_flight = in_flight_bytes(a, work)
     table = float(b * a.vocab * h)
     head = table if not a.tied else 0.0
+    at_head, around, at_end = (2 * table, 3 * layer_gradients, (4 if a.tied else 2) * table) if gpus > 1 else (0.0,) * 3
 
-    at_loss = sum(saved) + loss_bytes(a, work)
+    at_loss = sum(saved) + loss_bytes(a, work) + at_head
     dropped = kept = at_loss
     gradients = table / gpus  # of the head; a tied one is the embedding's
     below = sum(saved)
     for number in reversed(range(a.layers)):
         below -= saved[number]
         own = whole + (by_dial["full"] if chosen[number] == "full" else 0.0)
-        now = below + own + max(in_flight, layer_gradients - whole)
+        now = below + own + max(in_flight, layer_gradients - whole) + around
         dropped = max(dropped, now)
         kept = max(kept, now + gradients)
         gradients += layer_gradients / gpus
-    kept = max(kept, gradients + head / gpus)
-    return Peaks(dropped, kept, now)
+    kept = max(kept, gradients + head / gpus + at_end)
+    return Peaks(max(dropped, at_end), kept, now)
 
 
 def in_flight_bytes(a: Architecture, work: Work) -> float:
@@ -158,17 +165,6 @@ def loss_bytes(a: Architecture, work: Work) -> float:
     # Logits and the exponentials of logsumexp, beside the 16-bit gradient of the chunk before where there is one.
     chunks = 2.5 * LOGITS_BYTES if logits > LOGITS_BYTES else 2 * logits
     return max(norm, h * (kept + 3 * b * work.tokens) + 4.0 * a.vocab * h + chunks)
-
-
-def sharded_bytes(a: Architecture, dtype_bytes: int) -> float:
-    """Unsharded weights and gradients that several GPUs hold for a moment, beside their shards.
-
-    The embedding and the head stay whole from forward to backward; a layer is there, the next one is on its way, and
-    the gradients of one are whole until they are reduced while the next one's appear. Not measured yet.
-    """
-    tables = a.vocab * a.hidden * (1 if a.tied else 2)
-    layer = sum(p.size for p in layer_parameters(a))
-    return float(dtype_bytes * (tables + 4 * layer))
 
 
 def loading_bytes(sizes: list[int], weight_bytes: int, gpus: int) -> float:

@@ -39,7 +39,6 @@ from penstock.plan.memory import (
     disk,
     loading_bytes,
     peaks,
-    sharded_bytes,
     work_of,
 )
 from penstock.plan.placement import Dealt, deal, deal_away
@@ -169,8 +168,6 @@ class Plan:
             ("saved inputs", self.input_bytes),
             ("activations", self.peak_step_bytes - self.gradient_bytes - self.input_bytes),
         ]
-        if self.gpus > 1:
-            moment.append(("gathered layers", sharded_bytes(self.job.architecture, self.job.dtype_bytes)))
         if self.job.in_backward and self.split.stream:
             moment.append((QUEUE, self.job.dtype_bytes * STREAM_QUEUE * self.chunk_size))
         found += [Buffer(name, device, int(num_bytes)) for name, num_bytes in moment if num_bytes > 0]
@@ -268,13 +265,12 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     if settings.by_layer:
         assert gpus == 1, "layers are computed one by one on one GPU only"
         return _predict_by_layer(job, settings, machine)
-    a, b, format = job.architecture, job.dtype_bytes, FORMATS[settings.states]
+    b, format = job.dtype_bytes, FORMATS[settings.states]
     rank = _rank(job, work_of(job, settings, gpus), machine, gpus)
     need = _requirements(job, rank, format, gpus)
     room = rooms(job, machine, gpus)
-    extra = sharded_bytes(a, b) if gpus > 1 else 0.0
     rates = _rates(machine, gpus)
-    free = room.less(b * rank.num_params + extra)
+    free = room.less(b * rank.num_params)
     split = choose_split(job, need, free, rates, format, machine) if room.host_bytes >= 0 else None
     has_room = split is not None
     if split is None:
