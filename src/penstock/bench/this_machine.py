@@ -69,8 +69,8 @@ def this_machine(*, remeasure: bool, say: Say, cache: Path | None = None) -> Mac
 
 
 def busy_cores() -> float:
-    """Cores that are busy, on average over the last minute."""
-    return os.getloadavg()[0]
+    """How many of this process's cores are busy, on average over the last minute, if all of the machine are alike."""
+    return os.getloadavg()[0] * len(usable_cores()) / (os.cpu_count() or 1)
 
 
 def unmeasured_machine(device: torch.device | None = None) -> Machine:
