@@ -127,6 +127,14 @@ def test_on_the_h200_every_preset_but_the_largest_has_a_way():
 
 
 @pytest.mark.slow
+def test_the_matrix_says_where_one_gpu_does_what_several_do_not_yet():
+    lines = matrix_lines(MACHINES["rtx4090"], matrix(replace(MACHINES["rtx4090"], host_bytes=2**41), (1, 2)))
+    (large,) = (line for line in lines if line.startswith("llama-70b  "))
+    assert large.split("80 4")[1].strip() == "on 1 GPU only"
+    assert "on several GPUs they do not yet" in "\n".join(lines)
+    assert "does not fit" not in "\n".join(lines)
+
+
 def test_the_matrix_marks_what_fits_without_clipping_only():
     cells = matrix(H200, (1, 2))
     lines = matrix_lines(H200, cells)
