@@ -48,6 +48,7 @@ def test_rates_are_short_and_without_powers(number, text):
     assert short(number) == text
 
 
+@pytest.mark.slow
 def test_time_before_the_command_is_not_counted():
     """A shell turns into the last command of a line, whose process is then as old as the shell."""
     code = "from penstock.report.console import Console; print(Console(quiet=True).all_times()[0][1])"
