@@ -21,6 +21,13 @@ def test_only_the_object_is_standard_output(capfd):
     assert [line.split()[0] for line in err.splitlines()] == ["a"] * 3
 
 
+def test_a_standard_output_that_is_closed_stays_so(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with output_for_people():
+        print("to nobody")
+    assert sys.stdout is None
+
+
 def test_standard_output_is_there_again_after_an_error(capfd):
     with pytest.raises(KeyError), output_for_people():
         raise KeyError

@@ -50,7 +50,8 @@ def run() -> NoReturn:
     """
     code = main()
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:  # nobody reads it any more; Python would try again at its end, and fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     ranks = sys.modules.get("penstock.engine.ranks")

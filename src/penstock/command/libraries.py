@@ -38,6 +38,9 @@ def output_for_people() -> Iterator[None]:
 
     So do lines of libraries in C, such as NCCL's with NCCL_DEBUG.
     """
+    if sys.stdout is None:  # closed by whoever started us: what is number 1 now may be any file
+        yield
+        return
     c = ctypes.CDLL(None)
     sys.stdout.flush()
     c.fflush(None)
