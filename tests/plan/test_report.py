@@ -127,7 +127,6 @@ def test_on_the_h200_every_preset_but_the_largest_has_a_way():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_matrix_says_where_one_gpu_does_what_several_do_not_yet():
     lines = matrix_lines(MACHINES["rtx4090"], matrix(replace(MACHINES["rtx4090"], host_bytes=2**41), (1, 2)))
     (large,) = (line for line in lines if line.startswith("llama-70b  "))
@@ -136,6 +135,7 @@ def test_the_matrix_says_where_one_gpu_does_what_several_do_not_yet():
     assert "does not fit" not in "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_the_matrix_marks_what_fits_without_clipping_only():
     cells = matrix(H200, (1, 2))
     lines = matrix_lines(H200, cells)
