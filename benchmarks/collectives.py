@@ -1,4 +1,4 @@
-"""What of a step on several ranks is arithmetic, what collectives, what traffic with the host, and what waits for what.
+"""What of a step on several ranks is arithmetic, what collectives, what traffic with the host.
 
     torchrun --standalone --nproc-per-node=2 benchmarks/collectives.py OUT RECIPE [field=value ...]
 
@@ -41,19 +41,13 @@ def kind_of(name: str) -> str:
     return "traffic" if "HtoD" in name or "DtoH" in name else "arithmetic"
 
 
-def together(spans: list[Span]) -> list[Span]:
-    """The same time without overlaps, in order."""
-    found: list[Span] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((start, end))
-    return found
-
-
 def seconds(spans: list[Span]) -> float:
-    return sum(end - start for start, end in together(spans))
+    """Of all of them together: what overlaps counts once."""
+    found, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        found += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return found
 
 
 def shares(by_kind: dict[str, list[Span]]) -> dict[str, dict[str, float]]:
@@ -68,7 +62,7 @@ def shares(by_kind: dict[str, list[Span]]) -> dict[str, dict[str, float]]:
 
 def main(out: str, preset: str, *words: str) -> None:
     world = find_world()
-    base = dataclasses.replace(PRESETS[preset], init="random", tokenizer="demo")
+    base = dataclasses.replace(PRESETS[preset], init="random")
     device = world.pick(pick_device(base.device))
     values = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in words)}
     recipe = with_values(dataclasses.replace(base, dtype=pick_dtype(base.dtype, device)), values, "arguments")
@@ -93,7 +87,7 @@ def main(out: str, preset: str, *words: str) -> None:
             engine.begin(1e-5)
             for number in range(1, count + 1):
                 engine.accumulate(batch, batch.num_trained * count * world.size, last=number == count)
-            engine.step()
+            _ = engine.step().loss  # which waits for forward and backward; updates go on under the next step
             return time.perf_counter() - start
 
         for _ in range(WARM_UP):

@@ -2,8 +2,8 @@
 # Several ranks with NCCL on one GPU, which NCCL allows from 2.30 on: OUT=out NCCL=libnccl.so.2 benchmarks/ranks.sh JOB...
 # Needs what `benchmarks/h200.sh` without a job sets up, and NCCL, a build of 2.30 or later that is loaded in place of
 # torch's. With MPS the ranks run beside each other; without, they take turns, as in tests of faults: a rank that is killed
-# takes the server of MPS with it. NCCL hangs where its blocks of all ranks do not fit the GPU together, by default from
-# three ranks on: NCCL_MAX_CTAS. What this cannot show is the speed of links between GPUs. Each job has its own limit.
+# takes the server of MPS with it. NCCL may hang where its blocks of all ranks do not fit the GPU together; by its
+# documentation two ranks do by default, and more with fewer blocks (NCCL_MAX_CTAS). What this cannot show is the speed of links between GPUs. Each job has its own limit.
 #   tests      tests of ranks without faults: whole runs, resume, all homes and formats, experts, compiled layers
 #   faults     tests of the launcher: signals, ranks that fail, are killed or run out of memory
 #   deepspeed  the engine deepspeed with two ranks: both modes, save and resume
@@ -43,6 +43,11 @@ run_tests() {  # NAME WORKERS FILE...
   tail -n 25 "$OUT/$name.log"
 }
 
+end_ranks() {  # WORD of their command line: ranks that wait inside of NCCL outlive a launcher that was killed
+  pgrep -f "$1" | xargs -r kill -ABRT && sleep 2  # whose handler says where they wait
+  pgrep -f "$1" | xargs -r kill -9
+}
+
 train() {  # NAME SECONDS RANKS FLAGS...
   local name=$1 limit=$2 ranks=$3
   shift 3
@@ -51,9 +56,7 @@ train() {  # NAME SECONDS RANKS FLAGS...
     --output-dir "$RUNS/$name" --overwrite "$@" > "$OUT/$name.log" 2>&1
   local code=$?
   echo "$name: exit $code"
-  # A rank that waits inside of NCCL outlives a launcher that was killed. Where it waits is said by the handler of SIGABRT.
-  [ $code = 137 ] && pgrep -f "$RUNS/$name" | xargs -r kill -ABRT && sleep 2
-  [ $code = 137 ] && pgrep -f "$RUNS/$name" | xargs -r kill -9
+  [ $code = 137 ] && end_ranks "$RUNS/$name"
   rm -rf "$RUNS/$name"/model*
   tar czf "$OUT/runs.tgz" --exclude=checkpoints -C "$RUNS" .
 }
@@ -73,7 +76,9 @@ for job in "$@"; do
         with_mps timeout -k 20 120 python3 -m torch.distributed.run --standalone --nproc-per-node="$ranks" benchmarks/collectives.py "$OUT" \
           llama-8b shape=num_hidden_layers=8 batch_size=4 micro_batch_size=1 recompute=full homes=gpu=0.5,host=0.5 \
           gpu_memory=$((132 / ranks))GB > "$OUT/collectives-$ranks.log" 2>&1
-        echo "overhead $ranks: exit $?"; tail -n 1 "$OUT/collectives-$ranks.log" | cut -c1-220
+        code=$?
+        [ $code = 137 ] && end_ranks benchmarks/collectives.py
+        echo "overhead $ranks: exit $code"; tail -n 1 "$OUT/collectives-$ranks.log" | cut -c1-220
       done ;;
     runs)
       for ranks in 1 2 4; do train "ranks-$ranks" 120 "$ranks" --homes gpu=0.5,host=0.5 --micro-batch-size 1 --recompute full; done
