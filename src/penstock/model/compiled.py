@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.machine.cache import cache_dir
-from penstock.model.recompute import Recomputed, keeping_narrow, keeping_products
+from penstock.model.recompute import Recomputed, keeping_narrow, keeping_products, keeping_scales
 from penstock.recipe.recipe import Recompute
 
 Say = Callable[[str], None]
@@ -164,7 +164,8 @@ def _recomputed(recompute: Recompute, forward: Callable[..., Any], layer: nn.Mod
         return checkpoint(forward, layer, *args, use_reentrant=False, context_fn=keeping_products, **kwargs)
     if recompute == "selected":
         return checkpoint(forward, layer, *args, use_reentrant=False, context_fn=keeping_narrow, **kwargs)
-    return checkpoint(forward, layer, *args, use_reentrant=False, **kwargs)
+    # Without contexts torch 2.11 keeps fp8 products.
+    return checkpoint(forward, layer, *args, use_reentrant=False, context_fn=keeping_scales, **kwargs)
 
 
 def _changes_in_place(layer: nn.Module) -> bool:

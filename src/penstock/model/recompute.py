@@ -74,6 +74,13 @@ def keeping_narrow() -> Any:
     )
 
 
+def keeping_scales() -> Any:
+    """The same, but everything is repeated except the scales of fp8 casts."""
+    return create_selective_checkpoint_contexts(
+        lambda _, operation, *args, **kwargs: _saved(_is_scale(operation, args))
+    )
+
+
 class _Watch(TorchDispatchMode):
     """Looks for operations that write into what `keeping_narrow` keeps."""
 
