@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.engine.trial import _length_to_compile, _period, _Watch, _with_sums
+from penstock.engine.trial import _length_to_compile, _period, _timed_layers, _Watch, _with_sums
 from penstock.model.tiles import spans
 from penstock.plan.split import Manner, Profile
 from penstock.recipe.presets import PRESETS
@@ -58,6 +58,62 @@ def test_row_by_row_gradients_of_streamed_weights_wait_for_the_last_row(micro_ba
     model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
     found = _with_sums(Profile(1000, 1100), model, Manner(in_backward=False), micro_batches)
     assert (found.activation_bytes, found.kept_bytes) == (1000 + held * 64, max(1100, 1000 + held * 64))
+
+
+class Clock:
+    """A device whose time passes as a test says, with events that remember it."""
+
+    now = 0.0
+
+    def __init__(self, **_):
+        self.then = 0.0
+
+    def record(self):
+        self.then = Clock.now
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.then - self.then)
+
+
+class Peaks:
+    def of(self, run):
+        run(done=lambda layer: None)
+        return 7
+
+
+class Layer(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x):
+        Clock.now += self.seconds
+        return x
+
+
+@pytest.mark.parametrize(("kinds", "tried", "period"), [([1], 2, 1), ([1, 5], 4, 2), ([1], 1, 1)])
+@pytest.mark.parametrize("calls", [1, 3])
+def test_what_happens_once_is_not_taken_for_every_layer(monkeypatch, kinds, tried, period, calls):
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    layers = [Layer(seconds) for seconds in kinds * 4]
+    x = torch.zeros(1)
+
+    def run(done):
+        Clock.now += 40  # what the first forward asks for
+        for layer in layers[-tried:]:
+            for _ in range(calls):
+                layer(x)
+        Clock.now += 60  # the head
+        for layer in reversed(layers[-tried:]):
+            for _ in range(calls):
+                layer(x)
+                Clock.now += 2 * layer.seconds
+            done(layer)
+
+    mean = calls * sum(kinds) / len(kinds)
+    expected = (mean, 3 * mean) if tried > 1 else (0, 0)
+    assert _timed_layers(Peaks(), run, layers, calls, period) == (7, *(pytest.approx(s) for s in expected))
 
 
 @given(length=st.integers(65_536, 500_000), tile=st.sampled_from([4096, 8192, 16_384]))

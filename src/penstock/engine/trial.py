@@ -201,7 +201,7 @@ def _try_few_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer
             start_seconds = time.perf_counter() - began
             layerwise.timeline.start()
             run = functools.partial(layerwise.run, trial, 1, nullcontext)
-            taken, layer_seconds = _timed_layers(peaks, run, period)
+            taken, layer_forward, layer_backward = _timed_layers(peaks, run, packed.decoder.layers, len(trial), period)
             spans = layerwise.timeline.stop()
     packed.model.zero_grad()
     gradients, at_end = [p.nbytes for p in parameters if not is_streamed(p)], taken
@@ -210,9 +210,9 @@ def _try_few_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer
         taken += (layers - tried) * tokens * config.hidden_size * packed.model.dtype.itemsize
     kept = max(taken + max(gradients, default=0), at_end + sum(gradients))  # inputs go while gradients come
     forward, backward = (sum(s.end - s.start for s in spans if s.lane == lane) for lane in ("forward", "backward"))
-    forward *= layers / tried
+    forward = layers * (layer_forward or forward)
     again = (1 - 1 / inputs_every(recipe.inputs)) * forward / layers  # of layers without a saved input
-    backward += (layers - tried) * (layer_seconds + again)  # the head is in it once
+    backward += (layers - tried) * (layer_backward + again)  # the head is in it once
     return Profile(taken, kept, forward_seconds=forward, backward_seconds=backward, start_seconds=start_seconds)
 
 
@@ -241,27 +241,42 @@ def _period(kinds: Sequence[str]) -> int:
     return next(n for n in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False)))
 
 
-def _timed_layers(peaks: _LayerPeaks, run: Callable[..., Tensor], period: int) -> tuple[int, float]:
-    """The peak of a run, and the seconds of a layer's backward, a mean over the first kinds of layers that repeat.
+def _timed_layers(
+    peaks: _LayerPeaks, run: Callable[..., Tensor], layers: Sequence[nn.Module], calls: int, period: int
+) -> tuple[int, float, float]:
+    """The peak of a run, and the seconds of a layer's forward and backward, each called so often.
 
-    From the end of one's to that of another: the last layer's begins with the head's, which are not counted.
+    From the end of one's to that of another: a first forward has what happens once, such as memory that is asked for,
+    and the last layer's backward begins with the head's.
     """
-    marks: list[torch.cuda.Event] = []
+    forwards, backwards = list[torch.cuda.Event](), list[torch.cuda.Event]()
+
+    def mark(marks: list[torch.cuda.Event]) -> None:
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
 
     def watched(done: Callable[[nn.Module], None]) -> Tensor:
         def both(layer: nn.Module) -> None:
-            marks.append(torch.cuda.Event(enable_timing=True))
-            marks[-1].record()
+            mark(backwards)
             done(layer)
 
         return run(done=both)
 
-    taken = peaks.of(watched)
+    hooks = [layer.register_forward_hook(lambda *_: mark(forwards)) for layer in layers]
+    try:
+        taken = peaks.of(watched)
+    finally:
+        for hook in hooks:
+            hook.remove()
     torch.cuda.synchronize()
-    if len(marks) < 2:  # a model of one layer, which was tried as a whole
-        return taken, 0.0
-    count = min(period, len(marks) - 1)
-    return taken, marks[-1 - count].elapsed_time(marks[-1]) / 1e3 / count
+    first_pass = forwards[: len(backwards) * calls]  # the others are computed again in backward
+    return taken, _apart(first_pass[calls - 1 :: calls], period), _apart(backwards, period)
+
+
+def _apart(ends: Sequence[torch.cuda.Event], period: int) -> float:
+    """Seconds from one layer to the next, a mean over the last kinds of layers that repeat; of one layer 0."""
+    count = min(period, len(ends) - 1)
+    return ends[-1 - count].elapsed_time(ends[-1]) / 1e3 / count if count else 0.0
 
 
 class _LayerPeaks:
