@@ -121,7 +121,7 @@ def once(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory, private_cache):
+def ranks(tmp_path_factory, private_cache, pytestconfig):
     """`ranks(job, 2, ...)`: what the job returns on each of two ranks. See ranks/rank_server.py."""
     process = subprocess.Popen(
         [sys.executable, RANKS / "rank_server.py"],
@@ -148,7 +148,10 @@ def ranks(tmp_path_factory, private_cache):
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-        request = {"job": job, "ranks": count, "port": port, "out": str(out), "args": args}
+        limit = 0.6 * float(
+            pytestconfig.getini("timeout")
+        )  # before pytest ends all, so that a test tells where they hang
+        request = {"job": job, "ranks": count, "port": port, "out": str(out), "limit": limit, "args": args}
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
         codes = json.loads(process.stdout.readline())

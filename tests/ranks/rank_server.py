@@ -1,10 +1,12 @@
 """Forks the ranks of a job out of one warm process, so that they cost a fraction of a second and not the imports.
 
-Reads one JSON object a line: {"job": NAME, "ranks": N, "port": P, "out": DIR, "args": {...}}. Every rank runs the
-function of that name in rank_jobs.py and leaves what it returns in DIR/RANK.pt; the answer is the list of exit codes.
+Reads one JSON object a line: {"job": NAME, "ranks": N, "port": P, "out": DIR, "limit": SECONDS, "args": {...}}. Every
+rank runs the function of that name in rank_jobs.py and leaves what it returns in DIR/RANK.pt; the answer is the list of
+exit codes. A rank that is not done in time leaves in DIR/RANK.log where its threads were.
 Where ranks share a GPU each is a fresh process: CUDA, which imports begin, does not survive a fork.
 """
 
+import faulthandler
 import gc
 import json
 import os
@@ -23,6 +25,7 @@ def child(request, rank):
     os.dup2(log, 2)
     code = 99
     try:
+        faulthandler.enable()
         torch.set_num_threads(1)
         use_quick_products()
         ranks = str(request["ranks"])
@@ -39,9 +42,9 @@ def child(request, rank):
         os._exit(code)
 
 
-def wait(pids):
-    """Exit codes; when one rank fails, or all of them hang, the others are killed."""
-    codes, deadline = {}, time.monotonic() + 400
+def wait(pids, limit):
+    """Exit codes; when one rank fails, or they are not done in time, the others are killed."""
+    codes, deadline, asked = {}, time.monotonic() + limit, False
     while len(codes) < len(pids):
         for pid in pids:
             ended, status = (0, 0) if pid in codes else os.waitpid(pid, os.WNOHANG)
@@ -50,7 +53,8 @@ def wait(pids):
                 deadline = min(deadline, time.monotonic() + 3) if codes[pid] else deadline
         if time.monotonic() > deadline:
             for pid in set(pids) - codes.keys():
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL if asked else signal.SIGABRT)
+            deadline, asked = time.monotonic() + 2, True
         time.sleep(0.005)
     return [codes[pid] for pid in pids]
 
@@ -78,4 +82,4 @@ if __name__ == "__main__":
                 child(asked, number)
             elif pids[-1] == 0:
                 os.execv(sys.executable, [sys.executable, __file__, line, str(number)])
-        os.write(answers, (json.dumps(wait(pids)) + "\n").encode())
+        os.write(answers, (json.dumps(wait(pids, asked["limit"])) + "\n").encode())
