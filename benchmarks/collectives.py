@@ -10,6 +10,7 @@ NCCL also takes the time that it waits for other ranks. Writes OUT/collectives.j
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import statistics
 import sys
@@ -18,7 +19,6 @@ from pathlib import Path
 
 import torch
 import yaml
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from penstock.engine.fsdp import load_for_ranks
@@ -104,15 +104,22 @@ def main(out: str, preset: str, *words: str) -> None:
         engine.release()
 
 
-def report(out: Path, ranks: int, step_s: float, watched_s: float, watched: profile) -> None:
+def spans_of(trace: Path) -> dict[str, list[Span]]:
+    """When the GPU worked for each kind."""
     by_kind: dict[str, list[Span]] = {"arithmetic": [], "collectives": [], "traffic": []}
-    for event in watched.events():
-        if event.device_type is DeviceType.CUDA:
-            span = (event.time_range.start / 1e6, event.time_range.end / 1e6)
-            by_kind[kind_of(event.name)].append(span)
-    row = {"ranks": ranks, "step_s": step_s, "watched_s": watched_s, **shares(by_kind)}
+    for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            span = (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+            by_kind[kind_of(event["name"])].append(span)
+    return by_kind
+
+
+def report(out: Path, ranks: int, step_s: float, watched_s: float, watched: profile) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    watched.export_chrome_trace(str(out / f"collectives-{ranks}.json.gz"))
+    trace = out / f"collectives-{ranks}.json.gz"
+    watched.export_chrome_trace(str(trace))
+    by_kind = spans_of(trace)
+    row = {"ranks": ranks, "step_s": step_s, "watched_s": watched_s, **shares(by_kind)}
     with open(out / "collectives.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     words = [f"{kind} {row[kind]['busy_s']:.3f} s (alone {row[kind]['alone_s']:.3f})" for kind in by_kind]

@@ -3,7 +3,8 @@
 # Needs what `benchmarks/h200.sh` without a job sets up, and NCCL, a build of 2.30 or later that is loaded in place of
 # torch's. With MPS the ranks run beside each other; without, they take turns, as in tests of faults: a rank that is killed
 # takes the server of MPS with it. NCCL may hang where its blocks of all ranks do not fit the GPU together; by its
-# documentation two ranks do by default, and more with fewer blocks (NCCL_MAX_CTAS). What this cannot show is the speed of links between GPUs. Each job has its own limit.
+# documentation two ranks do by default, and more with fewer blocks (NCCL_MAX_CTAS). What this cannot show is the speed of
+# links between GPUs. Each job has its own limit.
 #   tests      tests of ranks without faults: whole runs, resume, all homes and formats, experts, compiled layers
 #   faults     tests of the launcher: signals, ranks that fail, are killed or run out of memory
 #   deepspeed  the engine deepspeed with two ranks: both modes, save and resume
@@ -18,6 +19,7 @@ cd "$(dirname "$0")/.."
 . benchmarks/environment.sh
 export LD_PRELOAD=$(realpath "$NCCL") NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_ALGO=RING NCCL_DEBUG=WARN PENSTOCK_SHARE_GPU=1 PYTHONFAULTHANDLER=1
 export NCCL_MAX_CTAS=16  # of 132 multiprocessors
+one_queue_a_stream=CUDA_DEVICE_MAX_CONNECTIONS=32  # with MPS there are fewer, and what waits holds up what it has nothing to do with
 RUNS=$(mktemp -d)  # models and checkpoints; what is to be kept of a run goes to $OUT
 trap 'rm -rf "$RUNS"' EXIT
 
@@ -38,7 +40,7 @@ FAULTS=tests/machine/test_launch.py
 run_tests() {  # NAME WORKERS FILE...
   local name=$1 workers=$2
   shift 2
-  NCCL_MAX_CTAS=2 timeout -s INT -k 20 500 python3 -m pytest -v -n "$workers" -o timeout=200 --durations 8 -p no:cacheprovider "$@" \
+  NCCL_MAX_CTAS=2 timeout -s INT -k 20 500 python3 -m pytest -v -n "$workers" -o timeout=300 --durations 8 -p no:cacheprovider "$@" \
     > "$OUT/$name.log" 2>&1
   tail -n 25 "$OUT/$name.log"
 }
@@ -51,7 +53,7 @@ end_ranks() {  # WORD of their command line: ranks that wait inside of NCCL outl
 train() {  # NAME SECONDS RANKS FLAGS...
   local name=$1 limit=$2 ranks=$3
   shift 3
-  with_mps timeout -k 20 "$limit" python3 -m penstock train llama-8b --init random --shape num_hidden_layers=8 --tokenizer demo --data "$DATA" \
+  with_mps env $one_queue_a_stream timeout -k 20 "$limit" python3 -m penstock train llama-8b --init random --shape num_hidden_layers=8 --tokenizer demo --data "$DATA" \
     --epochs 100 --max-steps 8 --batch-size 4 --keep 0 --prompt None --gpus "$ranks" --gpu-memory "$((132 / ranks))GB" \
     --output-dir "$RUNS/$name" --overwrite "$@" > "$OUT/$name.log" 2>&1
   local code=$?
@@ -72,8 +74,8 @@ for job in "$@"; do
       train deepspeed-resumed 100 2 $engine --mode zerooffload --resume "$RUNS/deepspeed-zerooffload/checkpoints/step-00000002"
       tail -n 1 "$RUNS"/deepspeed-{zerooffload,resumed}/metrics.jsonl | cut -c1-120 ;;  # which should be the same
     overhead)
-      for ranks in 1 2 4; do
-        with_mps timeout -k 20 120 python3 -m torch.distributed.run --standalone --nproc-per-node="$ranks" benchmarks/collectives.py "$OUT" \
+      for ranks in ${RANKS:-1 2 4}; do
+        with_mps env $one_queue_a_stream timeout -k 20 120 python3 -m torch.distributed.run --standalone --nproc-per-node="$ranks" benchmarks/collectives.py "$OUT" \
           llama-8b shape=num_hidden_layers=8 batch_size=4 micro_batch_size=1 recompute=full homes=gpu=0.5,host=0.5 \
           gpu_memory=$((132 / ranks))GB > "$OUT/collectives-$ranks.log" 2>&1
         code=$?
