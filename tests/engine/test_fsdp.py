@@ -60,10 +60,35 @@ def test_homes_change_no_bit_on_ranks_either(ranks):
         assert all(torch.equal(other["weights"][name], weight) for name, weight in first["weights"].items())
 
 
+STREAMED = [
+    {"homes": "host", "max_grad_norm": 0.5, "micro_batch_size": 1},
+    {"homes": "stream=0.5,host=0.5", "max_grad_norm": 0.5, "dtype": "bf16"},
+    {"homes": "host", "max_grad_norm": 0.0, "update": "in-backward", "recompute": "full"},
+    {"preset": "qwen3-30b-a3b", "homes": "host"},
+    {"preset": "demo", "homes": "host", "dtype": "bf16"},  # tied, and loaded from files
+]
+
+
 @pytest.mark.slow
-def test_a_gather_waits_for_the_update_of_its_unit(ranks):
+def test_weights_that_stream_change_no_bit_on_ranks(ranks):
+    """Of three ranks the last has fewer rows, and of some parameters none."""
+    configs = [{**config, "weights": weights} for config in STREAMED for weights in ("resident", "streamed", "1")]
+    for results in ranks("train", 3, configs=configs):
+        for place, config in enumerate(STREAMED):
+            resident, *others = results[3 * place : 3 * place + 3]
+            assert resident["streamed"] == 0
+            assert others[0]["streamed"] > others[1]["streamed"] > 0
+            for other in others:
+                assert other["rows"] == resident["rows"], config
+                assert other["eval"] == resident["eval"], config
+                assert all(torch.equal(other["weights"][n], w) for n, w in resident["weights"].items()), config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_a_gather_waits_for_the_update_of_its_unit(ranks, weights):
     """Each CPU update is made to take 20 ms: weights that are gathered before it would be old ones."""
-    configs = [{"homes": "host", "max_grad_norm": clip} for clip in (0.5, 0.0)]
+    configs = [{"homes": "host", "max_grad_norm": clip, "weights": weights} for clip in (0.5, 0.0)]
     slow, fast = ranks("train", 2, configs=configs, slow=True)[0], ranks("train", 2, configs=configs)[0]
     assert [result["rows"] for result in slow] == [result["rows"] for result in fast]
 

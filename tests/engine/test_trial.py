@@ -56,7 +56,7 @@ def test_kinds_of_layers_that_repeat():
 @pytest.mark.parametrize(("micro_batches", "held"), [(1, 0), (2, 2), (3, 4), (8, 4)])
 def test_row_by_row_gradients_of_streamed_weights_wait_for_the_last_row(micro_batches, held):
     model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
-    found = _with_sums(Profile(1000, 1100), model, Manner(in_backward=False), micro_batches)
+    found = _with_sums(Profile(1000, 1100), model.parameters(), Manner(in_backward=False), micro_batches)
     assert (found.activation_bytes, found.kept_bytes) == (1000 + held * 64, max(1100, 1000 + held * 64))
 
 

@@ -35,7 +35,7 @@ from penstock.model.load import load_config, load_model, load_tokenizer, model_c
 from penstock.model.load_rows import _read, build_on_meta
 from penstock.model.source import find_source
 from penstock.offload.adamw import OffloadAdamW
-from penstock.offload.dtensors import all_say, extents, local, local_start
+from penstock.offload.dtensors import all_say, extents, is_streamed, local, local_start
 from penstock.offload.placing import host_cuts, placement_for
 from penstock.offload.saved_tensors import state_tensors
 from penstock.offload.trained import find_trained
@@ -78,6 +78,9 @@ def load(world, recipe):
 
 
 def whole(tensor):
+    if is_streamed(tensor) and isinstance(tensor, DTensor):  # its rows are in host memory, of which NCCL knows nothing
+        tensor = DTensor.from_local(local(tensor).to(DEVICE), tensor.device_mesh, tensor.placements, run_check=False,
+                                    shape=tensor.shape, stride=tensor.stride())  # fmt: skip
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
@@ -110,8 +113,8 @@ def train(configs, steps=2, slow=False):
             tokenizer = load_tokenizer(recipe)
             with world.in_turn():
                 loader = prepare(recipe, tokenizer, model.config.vocab_size, silent).train
-            engine = NativeEngine(model, recipe, silent, world, remainders)
-            position, rows = Position(), []
+            engine = NativeEngine(model, recipe, silent, world, remainders, DEVICE)
+            position, rows, streamed = Position(), [], sum(is_streamed(p) for p in model.parameters())
             for _ in range(steps):
                 tokens, trained = loader.counts_at(position)
                 batches, position = loader.step_at(position, world.rank, world.size)
@@ -124,6 +127,7 @@ def train(configs, steps=2, slow=False):
             weights = {name: whole(p) for name, p in model.named_parameters()}
             engine.release()
             found.append({"rows": rows, "eval": evaluated, "weights": weights, "dtype": model.dtype})
+            found[-1]["streamed"] = streamed
     return found
 
 

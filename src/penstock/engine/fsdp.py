@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from penstock.engine.weights import streams
 from penstock.errors import ModelError
 from penstock.model.decoder import find_decoder
 from penstock.model.load import Say
@@ -36,17 +37,17 @@ class RankModel:
 def load_for_ranks(
     recipe: Recipe, config: PreTrainedConfig, device: torch.device, num_ranks: int, say: Say
 ) -> RankModel:
-    """Load the rows of this rank. The process group must be there."""
-    mesh = init_device_mesh(device.type, (num_ranks,))
+    """Load the rows of this rank, to host memory if weights are to stream. The process group must be there."""
+    mesh, there = init_device_mesh(device.type, (num_ranks,)), torch.device("cpu") if streams(recipe) else device
 
     def shard(model: PreTrainedModel) -> None:
         shard_over_ranks(model, mesh, torch.float32 if recipe.reduce_dtype == "fp32" else None)
 
-    model = load_own_rows(recipe, config, device, shard, say)
+    model = load_own_rows(recipe, config, there, shard, say, draw_on=device)
     if recipe.dtype != "bf16" or model.dtype is not torch.float32:
         return RankModel(model, {})
     rounded = build_on_meta(recipe, model.config, torch.bfloat16, shard)
-    rounded.to_empty(device=device)
+    rounded.to_empty(device=there)
     rounded.tie_weights()
     return RankModel(rounded, _round_into(rounded, model))
 

@@ -19,7 +19,7 @@ from penstock.engine.packed import PackedModel
 from penstock.engine.parked import ParkedInputs, saved_inputs
 from penstock.engine.ranks import ALONE, World
 from penstock.engine.trial import try_once
-from penstock.engine.weights import layer_by_layer, stream_weights
+from penstock.engine.weights import StreamedWeights, layer_by_layer, stream_weights
 from penstock.errors import DoesNotFit
 from penstock.flow.timeline import Span
 from penstock.flow.transfers import link_of
@@ -57,14 +57,15 @@ class NativeEngine:
         if recipe.dtype == "bf16":
             remainders = {**(remainders or {}), **round_to_bf16_(p for p in model.parameters() if p.requires_grad)}
         self._weights = stream_weights(model, recipe, device, world)
-        one_by_one = layer_by_layer(recipe)
+        one_by_one = layer_by_layer(recipe) and not world.many
         self.packed = PackedModel(model, recipe, say, one_by_one=one_by_one)
         link = link_of(self.packed.device)
         self._layerwise = None
         if one_by_one:
             inputs = saved_inputs(self.packed, recipe, link)
             every = inputs_every(recipe.inputs)
-            self._layerwise = LayerByLayer(self.packed, self._weights, inputs, link.streams.timeline, every)
+            weights = self._weights if isinstance(self._weights, StreamedWeights) else None
+            self._layerwise = LayerByLayer(self.packed, weights, inputs, link.streams.timeline, every)
             if isinstance(inputs, ParkedInputs):
                 say(f"{inputs.arena.num_bytes / 1e9:,.2f} GB of host memory for inputs that are parked")
         behaviour = Behaviour(
@@ -197,9 +198,10 @@ class NativeEngine:
         weights = sum(local(p).nbytes for p in self.model.parameters())
         others: list[MemoryUse] = []
         if self._weights is not None:
-            weights -= sum(p.nbytes for p in self._weights.parameters)
+            weights -= sum(local(p).nbytes for p in self._weights.parameters)
             beside = "gpu" if self.packed.device.type == "cuda" else "host"
-            others.append(MemoryUse(beside, "slots of weights", self._weights.slot_bytes))
+            if isinstance(self._weights, StreamedWeights):
+                others.append(MemoryUse(beside, "slots of weights", self._weights.slot_bytes))
             others.append(MemoryUse("host", "streamed weights", self._weights.num_bytes))
         if self._layerwise is not None and isinstance(self._layerwise.inputs, ParkedInputs):
             others.append(MemoryUse("host", "parked inputs", self._layerwise.inputs.arena.num_bytes))

@@ -8,7 +8,7 @@ import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import cast
@@ -106,12 +106,14 @@ def try_once(
     if layerwise is not None:
         long = recipe.max_length >= LONG_ROW
         tried = (_try_few_layers if long else _try_layers)(packed, recipe, layerwise)
-        return _with_sums(tried, packed.model, manner, micro_batches) if recipe.order == "rows" else tried
+        trained = [p for p in packed.model.parameters() if p.requires_grad]
+        return _with_sums(tried, trained, manner, micro_batches) if recipe.order == "rows" else tried
     vocab_size = packed.model.config.get_text_config().vocab_size
     batch = full_batch(recipe.rows_on(world.size), recipe.max_length, vocab_size)
     parameters = [p for p in packed.model.parameters() if p.requires_grad]
     start_seconds = _warm_up(packed, recipe, batch, parameters)
     watch, sharded = _Watch(packed.device), isinstance(packed.model, FSDPModule)
+    streamed = [p for p in parameters if is_streamed(p)]  # on ranks; their gradients leave, or add up
     all_at_once, seconds = micro_batches == 1 and not manner.in_backward, None
     in_one = all_at_once and not sharded and recipe.max_length >= LONG_ROW  # where a pass takes long, one shows all
     with _told(parameters, watch.came):
@@ -123,18 +125,20 @@ def try_once(
         if seconds is None:
             with _told(parameters, drop_gradient):
                 seconds = _time_pass(packed, batch, watch)
-            gradient_bytes, waiting = sum(local(p).nbytes for p in parameters), manner.sum_bytes(0, micro_batches)
+            gradient_bytes = sum(local(p).nbytes for p in parameters if not is_streamed(p))
+            waiting = manner.sum_bytes(0, micro_batches)
             activation_bytes, kept_bytes = watch.peak(), watch.peak() + gradient_bytes
             bytes_after = {} if all_at_once else watch.after(gradient_bytes, int(waiting))
             # Activations go while gradients come, so that it may fit where the sum of both does not. Ranks do not try:
             # one that ran out of memory would leave the others waiting, as would one that does not go along.
             tries = all_at_once and not in_one
             if tries and (not sharded or all_say(kept_bytes < gpu_room(packed.device)[0], parameters[0])):
-                with nullcontext() if sharded else suppress(torch.OutOfMemoryError):  # one alone would be waited for
+                alone = nullcontext() if sharded else suppress(torch.OutOfMemoryError)  # one of several is waited for
+                with alone, _told(streamed, drop_gradient):
                     _time_pass(packed, batch, watch)
                     kept_bytes, bytes_after = watch.peak(), watch.after()
                 packed.model.zero_grad()
-    return replace(
+    tried = replace(
         unknown,
         activation_bytes=activation_bytes,
         kept_bytes=kept_bytes,
@@ -143,6 +147,7 @@ def try_once(
         backward_seconds=seconds[1],
         start_seconds=start_seconds,
     )
+    return _with_sums(tried, streamed, manner, micro_batches)
 
 
 def _try_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer) -> Profile:
@@ -166,13 +171,11 @@ def _try_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer) ->
     return Profile(taken, kept, forward_seconds=forward, backward_seconds=backward, start_seconds=start_seconds)
 
 
-def _with_sums(tried: Profile, model: nn.Module, manner: Manner, micro_batches: int) -> Profile:
-    """Row by row gradients of all layers wait, from one micro-batch to the next, for the last one."""
+def _with_sums(tried: Profile, parameters: Iterable[Tensor], manner: Manner, micro_batches: int) -> Profile:
+    """Row by row gradients of these wait, from one micro-batch to the next, for the last one."""
     if micro_batches == 1:
         return tried
-    waiting = sum(
-        manner.sum_bytes(p.itemsize, micro_batches) * p.numel() for p in model.parameters() if p.requires_grad
-    )
+    waiting = sum(manner.sum_bytes(p.itemsize, micro_batches) * local(p).numel() for p in parameters)
     taken = (tried.activation_bytes or 0.0) + waiting
     return replace(tried, activation_bytes=taken, kept_bytes=max(taken, tried.kept_bytes or 0.0))
 

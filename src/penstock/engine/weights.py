@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from penstock.engine.ranks import World
+from penstock.engine.shards import StreamedShards
 from penstock.errors import RecipeError
 from penstock.flow.arena import Arena
 from penstock.flow.transfers import Link, link_of
@@ -188,27 +189,25 @@ def load_to_stream(
 
 def stream_weights(
     model: PreTrainedModel, recipe: Recipe, device: torch.device | None, world: World
-) -> StreamedWeights | None:
+) -> StreamedWeights | StreamedShards | None:
     """Put the layers that stream into host memory, and the rest of the model on the device. None if nothing streams."""
     layers = find_decoder(model).layers
     count = num_streamed(recipe, len(layers))
     if not count:
         return None
-    if world.many:
-        raise RecipeError(
-            "streamed weights with several GPUs are not there yet",
-            where=f"weights = {recipe.weights}",
-            remedy="Use --weights resident, or one GPU.",
-        )
     device = device or next(model.parameters()).device
     streamed = layers[len(layers) - count :]
-    weights = StreamedWeights(streamed, link_of(device))
-    away = weights.parameters
-    for p in model.parameters():
-        if p not in away:
-            p.data = p.data.to(device)
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
+    weights: StreamedWeights | StreamedShards
+    if world.many:
+        weights = StreamedShards(model, streamed, link_of(device))
+    else:
+        weights = StreamedWeights(streamed, link_of(device))
+        away = weights.parameters
+        for p in model.parameters():
+            if p not in away:
+                p.data = p.data.to(device)
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(device)
     for module in model.modules():  # frequencies of rotary positions: the host computes other last bits
         if any(True for _ in module.buffers(recurse=False)) and not any(True for _ in module.parameters()):
             model._init_weights(module)

@@ -32,9 +32,17 @@ ShardOverRanks = Callable[[PreTrainedModel], None]
 
 
 def load_own_rows(
-    recipe: Recipe, config: PreTrainedConfig, device: torch.device, shard: ShardOverRanks, say: Say
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    device: torch.device,
+    shard: ShardOverRanks,
+    say: Say,
+    draw_on: torch.device | None = None,
 ) -> PreTrainedModel:
-    """The model with this rank's rows on `device`, in bf16, or in fp32 if the checkpoint or the recipe has that."""
+    """The model with this rank's rows on `device`, in bf16, or in fp32 if the checkpoint or the recipe has that.
+
+    Random weights are those that `draw_on` draws.
+    """
     config = copy.deepcopy(config)
     drop_dropout(config, say)
     if recipe.trust_remote_code:
@@ -45,7 +53,7 @@ def load_own_rows(
                 del config.quantization_config
             dtype = torch.float32 if recipe.dtype == "fp32" else torch.bfloat16
             model = build_on_meta(recipe, config, dtype, shard)
-            _draw(model, recipe.seed, device, device)
+            _draw(model, recipe.seed, device, draw_on or device)
         else:
             source = find_source(recipe.model, recipe.revision, weights=True)
             model = _read(recipe, config, source, device, shard, say)
