@@ -112,8 +112,9 @@ class NativeEngine:
         )
         self.optimizer.take_remainders(remainders or {})
         if self._weights is not None:
-            self._weights.updated = self._settle
             say(self._weights.describe())
+        if isinstance(self._weights, StreamedWeights):
+            self._weights.updated = self._settle
         of_rank = f"rank {world.rank} of {world.size}: " if world.many else ""
         for line in (self.optimizer.describe_host_memory(), self.optimizer.describe()):
             if line:
@@ -241,7 +242,7 @@ class NativeEngine:
         if self._layerwise is not None:
             self._layerwise.inputs.close()
         self.packed.compute_in("bf16")  # the model answers and is exported as whoever loads it will compute
-        if self._weights is not None:  # through the same slots
+        if isinstance(self._weights, StreamedWeights):  # through the same slots
             self._weights.updated = lambda module: None
 
     def drop_weights(self) -> None:

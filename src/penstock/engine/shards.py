@@ -2,9 +2,9 @@
 
 FSDP2 gathers a unit from the rows that every rank has on its device. Of a unit that streams that memory is given back,
 all but while a gather reads it: before, it is asked for again and the rows come from host memory, on the stream that
-the gather reads them on. So what is on the device is one gathered unit, the next one, and its rows. FSDP2's own offload
-to the CPU was rejected: it takes gradients down too, each one whole and waited for, where `OffloadAdamW` sends them
-chunk by chunk to where they are used.
+the gather reads them on, which waits for their update (`gather_waits`). So what is on the device is one gathered unit,
+the next one, and its rows. FSDP2's own offload to the CPU was rejected: it takes gradients down too, each one whole and
+waited for, where `OffloadAdamW` sends them chunk by chunk to where they are used.
 """
 
 from __future__ import annotations
@@ -78,8 +78,6 @@ class StreamedShards:
         """Whatever of the model does not stream goes to the device."""
         assert isinstance(model, FSDPModule), "ranks have sharded it"
         self._layers, self._timeline, self._device = tuple(layers), link.streams.timeline, link.streams.device
-        self.updated: Callable[[nn.Module], None] = lambda module: None
-        """Returns once the weights of a layer in host memory are those of the last step."""
         with torch.no_grad():
             self._shards = [_Shard(layer, self._device) for layer in layers]
             inside = {part for layer in layers for part in layer.modules()}
@@ -90,7 +88,7 @@ class StreamedShards:
                 assert isinstance(layer, FSDPModule), "layers are gathered one by one"
                 group: Any = layer._get_fsdp_state()._fsdp_param_group
                 shard.leave(group)
-                group.unshard = self._bringing(layer, shard, group)
+                group.unshard = self._bringing(shard, group)
         self.num_bytes = sum(shard.num_bytes for shard in self._shards)
 
     @property
@@ -110,14 +108,13 @@ class StreamedShards:
         for shard in self._shards:
             shard.close()
 
-    def _bringing(self, layer: nn.Module, shard: _Shard, group: Any) -> Callable[..., None]:
+    def _bringing(self, shard: _Shard, group: Any) -> Callable[..., None]:
         gather = group.unshard
 
         def unshard(async_op: bool = False) -> None:
             if group.is_unsharded or group._all_gather_result is not None:
                 gather(async_op)  # which does nothing
                 return
-            self.updated(layer)  # or the weights of the step before would come
             stream = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
             with self._on(stream), torch.no_grad(), self._timeline.on_device("weights"):
                 shard.bring()
