@@ -1,5 +1,7 @@
 """Loops that would train quietly in a wrong way are refused, and those that only look so are not."""
 
+import math
+
 import pytest
 import torch
 from small_net import HOMES, Net, assert_same, batches, loss_of, run
@@ -192,3 +194,81 @@ def test_a_placement_of_something_else_is_refused(other):
     placement = placement_for(model, "gpu", **other)
     with pytest.raises(RecipeError, match=r"made for other parameters or another format\n.*params="):
         OffloadAdamW(model, homes=placement)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["all", "params"])
+@pytest.mark.parametrize("norm", [0.0, 1.0])
+def test_a_layer_that_is_unfrozen_later_is_refused(given, norm):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    model[0].requires_grad_(False)
+    params = [{"params": list(model[1].parameters())}] if given else None
+    optimizer = OffloadAdamW(model, max_grad_norm=norm, params=params)
+    model[0].bias.requires_grad_(True)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RecipeError, match="was frozen has a gradient"):
+        optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("norm", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_that_is_converted_later_is_refused(dtype, norm):
+    model = nn.Linear(512, 512)
+    optimizer = OffloadAdamW(model, max_grad_norm=norm)
+    before = model.to(dtype).weight.clone()
+    with pytest.raises(
+        RecipeError, match=r"was torch.float32 on cpu is torch.\w+ on cpu now\n.*then make the optimizer"
+    ):
+        model(torch.randn(8, 512, dtype=dtype)).square().mean().backward()
+    assert torch.equal(model.weight, before)
+    optimizer.zero_grad()
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lr": -0.01}, {"lr": math.nan}, {"lr": "a"}, {"eps": -1}, {"weight_decay": -1}, {"betas": (1.0, 1.0)},
+        {"betas": (0.9, 1.5)}, {"betas": (0.9,)}, {"betas": 0.9}, {"max_grad_norm": -1}, {"max_grad_norm": math.nan},
+        {"micro_batches": 0}, {"micro_batches": -1}, {"micro_batches": 1.5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_would_train_in_a_wrong_way_are_refused(values):
+    (name,) = values
+    model = nn.Linear(2, 2)
+    with pytest.raises(RecipeError, match=rf"^{name} = .*: out of range\n"):
+        OffloadAdamW(model, **values)
+    if name not in ("max_grad_norm", "micro_batches"):
+        with pytest.raises(RecipeError, match="out of range"):
+            OffloadAdamW(model, params=[{"params": list(model.parameters()), **values}])
+    OffloadAdamW(model, lr=0.0, eps=0.0, weight_decay=0, betas=[0, 0.5], max_grad_norm=math.inf).close()
+
+
+def test_a_closed_optimizer_says_so():
+    model = nn.Linear(2, 2)
+    optimizer = OffloadAdamW(model)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.close()
+    optimizer.close()
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RecipeError, match="the optimizer is closed"):
+        optimizer.step()
+    with pytest.raises(RecipeError, match="the optimizer is closed"):
+        optimizer.state_dict()
+
+
+@pytest.mark.parametrize("state", [None, {}, "sgd"])
+def test_the_state_of_another_kind_of_optimizer_is_refused(state):
+    model = nn.Linear(2, 2)
+    if state == "sgd":
+        sgd = torch.optim.SGD(model.parameters(), momentum=0.9, lr=1e-3)
+        model(torch.ones(1, 2)).sum().backward()
+        sgd.step()
+        state = sgd.state_dict()
+        sgd.zero_grad()
+    optimizer = OffloadAdamW(model)
+    with pytest.raises(RecipeError, match="not the state of an AdamW"):
+        optimizer.load_state_dict(state)
+    optimizer.close()

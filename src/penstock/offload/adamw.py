@@ -11,12 +11,13 @@ optimizer.zero_grad()
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from torch import nn
 
 from penstock.offload.behaviour import Behaviour, UpdateTime
+from penstock.offload.misuse import check_values
 from penstock.offload.optimizer import OffloadOptimizer
 from penstock.offload.placing import Homes
 from penstock.plan.placement import Placement
@@ -63,5 +64,9 @@ class OffloadAdamW(OffloadOptimizer):
         accumulate_dtype: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        params = None if params is None else list(params)
+        groups = [group for group in params or () if isinstance(group, Mapping)]
+        for values in (defaults | {"max_grad_norm": max_grad_norm, "micro_batches": micro_batches}, *groups):
+            check_values(values)
         behaviour = Behaviour(max_grad_norm, states, update, overlap, micro_batches, accumulate_dtype)
         super().__init__(model, AdamW(), defaults, behaviour, params=params, homes=homes, units=units)

@@ -7,7 +7,7 @@ or forgets `accumulate()`, still lowers the loss, and nobody would look for the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -44,6 +44,32 @@ def check_model(model: object) -> None:
             where="OffloadAdamW",
             remedy="Shard it with torch's fully_shard (FSDP2), whose parameters keep their shapes.",
         )
+
+
+def _from_zero(value: object) -> bool:
+    """Of a number in a tensor it is not asked: that would wait for it."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, float | int) and math.isfinite(value) and value >= 0
+
+
+def _two_shares(value: object) -> bool:
+    return isinstance(value, Sequence) and len(value) == 2 and all(_from_zero(beta) and beta < 1 for beta in value)
+
+
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("lr", "eps", "weight_decay"), (_from_zero, "A number from 0 on.")),
+    "betas": (_two_shares, "Two numbers, each from 0 on and below 1."),
+    "max_grad_norm": (lambda value: value == math.inf or _from_zero(value), "A number from 0 on; 0: never clip."),
+    "micro_batches": (lambda value: isinstance(value, int) and value > 0, "A whole number from 1 on."),
+}
+
+
+def check_values(values: Mapping[str, Any]) -> None:
+    """Refuse settings that would train in a wrong way, or not at all."""
+    for name, (good, remedy) in _RANGES.items():
+        if name in values and not good(values[name]):
+            raise RecipeError("out of range", where=f"{name} = {values[name]!r}", remedy=remedy)
 
 
 def check_homes(homes: object) -> None:
@@ -154,13 +180,37 @@ def refuse_late_ones(frozen: Iterable[Tensor]) -> None:
         )
 
 
-def refuse_other_type(parameter: Tensor, gradient: Tensor) -> None:
-    """Kernels read both as one type."""
+def refuse_other_type(gradient: Tensor, trained: Trained, index: int) -> None:
+    """Kernels read both as one type, and state was placed for the parameter as it was."""
+    parameter, then = trained.parameters[index], trained.types[index]
+    if parameter.dtype is not then or gradient.device != trained.device:
+        raise RecipeError(
+            f"a parameter that was {then} on {trained.device} is {parameter.dtype} on {gradient.device} now",
+            where="OffloadAdamW",
+            remedy="Convert and move the model first, then make the optimizer.",
+        )
     if gradient.dtype is not parameter.dtype:
         raise RecipeError(
             f"a gradient is {gradient.dtype}, its parameter {parameter.dtype}",
             where="OffloadAdamW",
             remedy="Leave the parameter's grad_dtype as it is.",
+        )
+
+
+class Closed:
+    """In the place of what an optimizer had before it was closed."""
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """It is."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RecipeError(
+            "the optimizer is closed: its state is gone",
+            where="OffloadAdamW",
+            remedy="Call close() last, after state_dict(); to go on training, make a new one.",
         )
 
 

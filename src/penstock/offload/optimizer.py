@@ -25,6 +25,7 @@ from penstock.offload.homes import Coefficients, Update, rows_of
 from penstock.offload.housing import Housing
 from penstock.offload.misuse import (
     Changes,
+    Closed,
     check_model,
     check_parameters,
     check_placement,
@@ -82,9 +83,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._sums_in_fp32 = behaviour.accumulate_dtype == "fp32"
         self._overlap, self._rule = behaviour.overlap, rule
         self.update: UpdateTime = update_time(behaviour)
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        super().__init__(params if params is not None else trainable, defaults)
-        self._frozen = [p for group in self.param_groups for p in group["params"] if not p.requires_grad]
+        super().__init__(params if params is not None else [p for p in model.parameters() if p.requires_grad], defaults)
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._group_of = [i for i, g in enumerate(self.param_groups) for p in g["params"] if p.requires_grad]
         self._trained = find_trained(model, self.param_groups, units)
         self._parameters, self._units = self._trained.parameters, self._trained.units
@@ -97,8 +97,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         sizes, device = [local(p).numel() for p in self._parameters], self._trained.device
         self._norm = Norm(sizes, device, group_of(self._parameters[0]))
         self._changes, self._scalars = Changes(self._norm, self._streams), rule.scalars(device)
-        in_backward, sharded = self.update == "in-backward", self._trained.sharded
-        manner = Manner(in_backward, behaviour.overlap, sharded, behaviour.accumulate_dtype)
+        manner = Manner(self.update == "in-backward", self._overlap, self._trained.sharded, behaviour.accumulate_dtype)
         if not isinstance(homes, Placement):
             profile = Profile(micro_batches=behaviour.micro_batches)
             homes = place(self._trained, self.format, homes, profile, manner)
@@ -156,7 +155,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         refuse_misuse(unit, seen=index in step.seen)
         gradient = self._parameters[index].grad
         assert gradient is not None
-        refuse_other_type(self._parameters[index], gradient)
+        refuse_other_type(gradient, self._trained, index)
         flat = step.flat(gradient)
         self._norm.add(index, flat)
         step.is_final(index, gradient, flat)
@@ -396,4 +395,5 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for hook in self._hooks:
                 hook.remove()
             self._housing.close()
+            self._housing = Closed()  # type: ignore[assignment]
             let_go(self._parameters)

@@ -107,6 +107,8 @@ def read_saved(state_dict: Mapping[str, Any], groups: Groups, states: StateForma
 
     `groups` have the parameters that it is for.
     """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise _other_optimizer()
     own = [{k: v for k, v in group.items() if k != "params"} for group in state_dict["param_groups"]]
     counts = [len(group["params"]) for group in groups]
     if len(own) != len(groups) or counts != [len(g.get("params", here["params"])) for g, here in
@@ -137,10 +139,21 @@ def _other_parameters() -> RecipeError:
     )
 
 
+def _other_optimizer() -> RecipeError:
+    return RecipeError(
+        "this is not the state of an AdamW",
+        where="OffloadAdamW",
+        remedy="It takes its own state_dict() and that of torch.optim.AdamW; without one, begin with a new optimizer.",
+    )
+
+
 def _from_torch(
     state: Mapping[int, Entry], trained: Mapping[nn.Parameter, int], groups: Groups, rule: Rule
 ) -> tuple[list[Entry], dict[str, Tensor]]:
     """Entries and step count from the state of torch's AdamW. Parameters that had no gradient yet have none there."""
+    moments_of = [name for name in rule.saved_names.values() if not name.endswith("scale")]
+    if not all({"step", *moments_of} <= entry.keys() for entry in state.values()):
+        raise _other_optimizer()
     for group in groups:
         odd = [name for name in ("amsgrad", "maximize") if group.get(name)]
         if not group.get("decoupled_weight_decay", True) and group["weight_decay"]:
@@ -162,7 +175,7 @@ def _from_torch(
     for p, number in trained.items() if state else ():
         weight, found = local(p).cpu(), state.get(number, {})
         moments = {name: local(found[name]).cpu().float() if name in found else torch.zeros_like(weight).float()
-                   for name in rule.saved_names.values() if not name.endswith("scale")}  # fmt: skip
+                   for name in moments_of}  # fmt: skip
         entries.append({"master": weight.float(), **moments})
     return entries, {"steps": torch.tensor(steps[0] if steps else 0)}
 

@@ -87,6 +87,8 @@ class Trained:
     """In the order of forward."""
     device: torch.device
     """Where they compute."""
+    types: tuple[torch.dtype, ...]
+    """Of the parameters, as they were when this was found out."""
 
     @property
     def sharded(self) -> bool:
@@ -145,7 +147,8 @@ def find_trained(
         what = f"{len(index_of)} of the parameters to train are not in the model"
         raise RecipeError(what, where="params", remedy="Give the model that they belong to, or leave params out.")
     resident = (p.device for p in model.parameters() if not is_streamed(p))
-    return Trained(tuple(parameters), tuple(units), next(resident, parameters[0].device))
+    types = tuple(p.dtype for p in parameters)
+    return Trained(tuple(parameters), tuple(units), next(resident, parameters[0].device), types)
 
 
 class Hook:
