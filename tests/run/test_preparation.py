@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from penstock.bench import this_machine as probe
 from penstock.checkpoint.resume import Saved
@@ -90,8 +91,10 @@ def test_the_engine_gets_words_where_layers_are_computed_one_by_one(tmp_path, mo
 
 
 @pytest.mark.parametrize("change", [{"weights": "streamed"}, {"weights": "2"}, {"order": "layers"}])
-def test_several_gpus_stream_no_weights(change):
+def test_several_gpus_stream_no_weights(change, monkeypatch):
     two = dataclasses.replace(ALONE, size=2)
+    monkeypatch.setattr(preparation, "pick_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(type(two), "pick", lambda self, device: device)
     with pytest.raises(RecipeError, match="not there yet"):
         prepare_run(dataclasses.replace(DEMO, **change), Console(quiet=True), two)
 
@@ -103,6 +106,12 @@ def test_a_dry_run_refuses_what_training_would(tmp_path, changes, where):
     recipe = dataclasses.replace(PRESETS["demo"], output_dir=str(tmp_path), device="cpu", **changes)
     with pytest.raises(RecipeError, match=where):
         dry_run(recipe, Console(quiet=True))
+
+
+def test_a_dry_run_for_several_ranks_refuses_what_they_would(tmp_path):
+    recipe = dataclasses.replace(PRESETS["demo"], output_dir=str(tmp_path), device="cpu", order="layers")
+    with pytest.raises(RecipeError, match="not there yet"):
+        dry_run(recipe, Console(quiet=True), num_ranks=2)
 
 
 @pytest.mark.parametrize(("fingerprint", "steps"), [("a", 12), ("b", 12), ("a", 6)])

@@ -91,7 +91,7 @@ def with_recompute(recipe: Recipe, machine: Machine | None, gpus: int = 1) -> Re
     """
     by_layer = recipe.weights not in ("auto", "resident") or recipe.order == "layers"
     if machine is None or not machine.has_gpu:
-        return _with_layers(recipe) if by_layer else _with_word(recipe, "none")
+        return _with_layers(recipe, gpus=gpus) if by_layer else _with_word(recipe, "none")
     check_one_gpu(recipe, gpus)
     machine, free = limited(machine, recipe), Free(recipe.states, recipe.rows_on(gpus), _word(recipe))
     try:
@@ -114,9 +114,10 @@ def _with_word(recipe: Recipe, recompute: str) -> Recipe:
     return replace(recipe, recompute=_word(recipe) or recompute)
 
 
-def _with_layers(recipe: Recipe, plan: Plan | None = None) -> Recipe:
+def _with_layers(recipe: Recipe, plan: Plan | None = None, gpus: int = 1) -> Recipe:
     """With what was planned, or with what is usual."""
-    words: dict[str, Any] = {"weights": "resident", "order": "layers", "inputs": "kept", "tile": "none"}
+    order = "layers" if gpus == 1 else "rows"
+    words: dict[str, Any] = {"weights": "resident", "order": order, "inputs": "kept", "tile": "none"}
     if plan is not None:
         settings, tile = plan.settings, str(plan.settings.tile or "none")
         words = {"weights": plan.weights, "order": settings.order, "inputs": settings.inputs, "tile": tile}
@@ -138,12 +139,12 @@ def _least(job: Job, machine: Machine, free: Free) -> Settings:
     return replace(kept, inputs=job.input_choices[-1][-1])
 
 
-def check_one_gpu(recipe: Recipe, gpus: int) -> None:
+def check_one_gpu(recipe: Recipe, gpus: int, *, on_cpu: bool = False) -> None:
     """Refuse what only one GPU can do."""
     if gpus == 1:
         return
     remedy = "Leave it out, or use one GPU."
-    if recipe.weights not in ("auto", "resident"):
+    if recipe.weights not in ("auto", "resident") and not on_cpu:
         what = "streamed weights with several GPUs are not there yet"
         raise RecipeError(what, where=f"weights = {recipe.weights}", remedy=remedy)
     if recipe.order == "layers" or recipe.inputs.startswith("parked"):

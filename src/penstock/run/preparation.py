@@ -90,8 +90,8 @@ def prepare_run(
     if not recipe.data:
         remedy = "Name a file, a directory, or a data set of the Hub, such as --data my.jsonl."
         raise RecipeError("no data is named", where="--data", remedy=remedy)
-    check_one_gpu(recipe, world.size)
     device = world.pick(pick_device(recipe.device))
+    check_one_gpu(recipe, world.size, on_cpu=device.type == "cpu")
     recipe = settle(recipe, console)
     if warning := check_deepspeed(recipe, device, world, resume=resume):
         console.say(f"WARNING: {warning}")
@@ -252,10 +252,17 @@ def say_settings(recipe: Recipe, console: Console) -> None:
 
 
 def dry_run(
-    recipe: Recipe, console: Console, *, overwrite: bool = False, resume: str = "", resume_anyway: bool = False
+    recipe: Recipe,
+    console: Console,
+    *,
+    overwrite: bool = False,
+    resume: str = "",
+    resume_anyway: bool = False,
+    num_ranks: int = 1,
 ) -> Outlook:
     """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
     check_installed(recipe)
+    check_one_gpu(recipe, num_ranks, on_cpu=pick_device(recipe.device).type == "cpu")
     limit_gpu(pick_device(recipe.device), recipe.gpu_memory)
     check_run_dir(recipe.run_dir, overwrite=overwrite, own=goes_on_in(recipe.run_dir, resume))
     saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
