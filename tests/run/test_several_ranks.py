@@ -99,6 +99,21 @@ def test_two_ranks_train_what_one_trains(name, ranks, tmp_path):
         assert ours == pytest.approx(theirs, rel=tolerance)
 
 
+@pytest.mark.skipif(SHARED_GPU, reason="on GPUs weights stream with one of them only")
+def test_weights_stream_on_two_ranks_and_a_run_goes_on_with_resident_ones(two, ranks, tmp_path):
+    """To the bit, with what is evaluated, answered and exported."""
+    there, back = tmp_path / "there", tmp_path / "back"
+    flags = {**SAVED, "prompt": "What is the capital of Italy?", "homes": "host"}
+    start(there, ranks, 2, weights="streamed", **flags)
+    assert "stream" in (there / "facts" / "memory.json").read_text()
+    start(back, ranks, 2, resume=checkpoint(there, 4), weights="resident", **flags)
+    for run in (there, back):
+        assert curve(run) == curve(two[0])
+        assert rows(run, "eval.jsonl")[-1]["eval_loss"] == rows(two[0], "eval.jsonl")[-1]["eval_loss"]
+        ours, theirs = weights(run), weights(two[0])
+        assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not SHARED_GPU, reason="layers are compiled on a GPU, and ranks share none here")
 def test_compiled_layers_on_two_ranks(ranks, tmp_path):

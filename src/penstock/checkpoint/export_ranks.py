@@ -145,7 +145,8 @@ def _compare(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, written: Path, recipe: Recipe, world: World
 ) -> None:
     """Load what was written, each rank its rows, and compare weights, end token and logits."""
-    asked = replace(recipe, model=str(written), revision=None, init="pretrained", shape=None, weights="resident")
+    asked = replace(recipe, model=str(written), revision=None, init="pretrained", shape=None)
+    asked = replace(asked, weights="resident", order="auto", inputs="auto", tile="auto")
     own = next(model.parameters()).device
     device = own if _has_room(model, own, world) else torch.device("cpu")
     with world.in_turn():  # a model's own code is copied into a cache, which another rank must not read meanwhile

@@ -41,6 +41,7 @@ from penstock.plan.memory import (
     peaks,
     work_of,
 )
+from penstock.plan.on_ranks import Rows, together
 from penstock.plan.placement import Dealt, deal, deal_away
 from penstock.plan.rooms import process_bytes, rooms, sharing_a_host
 from penstock.plan.shares import by_unit, choose_split, chunk_size_of, room_for_layers, split_of_layers
@@ -179,7 +180,7 @@ class Plan:
     def _away(self, device: Place) -> list[Buffer]:
         """Weights that stream with their slots, and parked inputs."""
         a, b, settings = self.job.architecture, self.job.dtype_bytes, self.settings
-        layer = [p.size for p in layer_parameters(a)]
+        layer = [-(-p.size // self.gpus) for p in layer_parameters(a)]
         found = unit_buffers([layer] * settings.streamed, b, place=device)
         if settings.by_layer and settings.parks:
             rows = self.rows if settings.order == "layers" else settings.micro_batch
@@ -244,8 +245,8 @@ def _rank(job: Job, work: Work, machine: Machine, gpus: int) -> _Rank:
     return _Rank(rank, a.num_parameters() / gpus, rows, work.rows, step, one, peaks(a, work, gpus))
 
 
-def _requirements(job: Job, rank: _Rank, format: StateFormat, gpus: int) -> Requirements:
-    """As the engine has them from its trial, with predicted activations and times."""
+def _requirements(job: Job, rank: _Rank, format: StateFormat, gpus: int, away: float) -> Requirements:
+    """As the engine has them from its trial, with predicted activations and times. So many parameters stream."""
     b, one = job.dtype_bytes, rank.one
     profile = Profile(
         rank.peaks.activation_bytes,
@@ -255,41 +256,53 @@ def _requirements(job: Job, rank: _Rank, format: StateFormat, gpus: int) -> Requ
         micro_batches=rank.num_micro_batches,
     )
     manner = Manner(job.in_backward, job.overlap, gpus > 1, job.accumulate_dtype)
-    model = ModelBytes(int(rank.num_params), format.bytes_per_element(b), b)
+    model = ModelBytes(int(rank.num_params - away), format.bytes_per_element(b), b)
     hidden = profile.backward_seconds if job.in_backward else profile.forward_seconds
     return requirements(model, profile, manner, hidden, rank.peaks.end_bytes + b * job.architecture.num_parameters())
 
 
 def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Plan:
     """The plan for these settings. One that does not fit has all state on the host, to show what is missing."""
-    if settings.by_layer:
-        assert gpus == 1, "layers are computed one by one on one GPU only"
+    if settings.by_layer and gpus == 1:
         return _predict_by_layer(job, settings, machine)
+    assert settings.order != "layers", "layers are computed one by one on one GPU only"
     b, format = job.dtype_bytes, FORMATS[settings.states]
     rank = _rank(job, work_of(job, settings, gpus), machine, gpus)
-    need = _requirements(job, rank, format, gpus)
+    away = Rows.of(job, settings, gpus, rank.num_micro_batches, format.bytes_per_element(b))
+    rank = replace(rank, peaks=away.leave(rank.peaks)) if settings.streamed else rank
+    need = _requirements(job, rank, format, gpus, away.num_params)
     room = rooms(job, machine, gpus)
     rates = _rates(machine, gpus)
-    free = room.less(b * rank.num_params)
-    split = choose_split(job, need, free, rates, format, machine) if room.host_bytes >= 0 else None
+    free = away.rest(room).less(b * (rank.num_params - away.num_params))
+    split = choose_split(job, need, free, rates, format, machine) if free.host_bytes >= 0 else None
     has_room = split is not None
     if split is None:
         split = Split(0, 0, need.num_params, 0.0) if need.gradients_leave else Split(0, need.num_params, 0, 0.0)
-    gradients = need.gradient_bytes * rank.num_params - need.sent_bytes(split.host)
+    gradients = need.gradient_bytes * need.num_params - need.sent_bytes(split.host)
     if job.in_backward and rank.num_micro_batches == 1:
         gradients = 0.0
     peak = need.peak_bytes(split.host)
     state = split.stream * need.state_bytes
-    crossings = (
+    crossings = [
         Crossing("weights", split.host * b, 0.0),
         Crossing("state", state, state),
         Crossing("gradients", 0.0, split.host * b),
-    )
+    ]
+    if settings.streamed:
+        rows = away.split(dict(job.homes), rates, need.hidden_seconds)
+        crossings += away.crossings(rows)
+        split = Split(split.gpu, split.stream + rows.stream, split.host + rows.host, split.exposed_seconds)
+    crossed = together(*crossings)
+    seconds = _seconds(job, rank, split, rates, format, gpus)
+    if settings.streamed:
+        link = max(sum(c.in_bytes for c in crossed), sum(c.out_bytes for c in crossed)) / rates.link_bytes_per_s
+        waits = max(link - rank.step.total_s, seconds.cpu - need.hidden_seconds)
+        seconds = replace(seconds, link=link, exposed=max(seconds.exposed, waits))
     return Plan(
-        job, Settings(settings.states, rank.micro_batch, settings.recompute), machine, gpus, split, has_room,
-        _seconds(job, rank, split, rates, format, gpus), activation_bytes=rank.peaks.activation_bytes,
-        gradient_bytes=min(max(0.0, gradients), peak), peak_step_bytes=peak, gpu_room=room.gpu_bytes,
-        host_room=room.host_bytes, crossings=tuple(c for c in crossings if c.in_bytes or c.out_bytes),
+        job, replace(settings, micro_batch=rank.micro_batch), machine, gpus, split, has_room, seconds,
+        activation_bytes=rank.peaks.activation_bytes, gradient_bytes=min(max(0.0, gradients), peak),
+        peak_step_bytes=peak, gpu_room=room.gpu_bytes, host_room=room.host_bytes, crossings=crossed,
+        streamed_split=rows if settings.streamed else None,
     )  # fmt: skip
 
 
