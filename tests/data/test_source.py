@@ -155,3 +155,12 @@ def test_hub_set_without_rows(monkeypatch):
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "my.jsonl")
     assert "is not a file on a disk" in error(tmp_path / "my.jsonl").what
+
+
+def test_a_link_to_nothing_is_not_what_was_meant(tmp_path):
+    (tmp_path / "mine.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    (tmp_path / "mine2.jsonl").write_text("{}")
+    found = error(str(tmp_path / "mine.jsonl"))
+    assert found.what == "no such file or directory"
+    assert "mine2.jsonl" in found.remedy
+    assert "mine.jsonl" not in found.remedy

@@ -24,6 +24,7 @@ def test_the_machines_people_ask_for_are_there_with_their_sources():
 @pytest.mark.parametrize(
     ("text", "size"),
     [
+        ("1MB", 10**6),
         ("480GiB", 480 * 2**30),
         ("128GB", 128 * 10**9),
         ("1.5 TiB", int(1.5 * 2**40)),

@@ -179,8 +179,10 @@ OTHER_MODEL = "The checkpoint is of another model: give the one that the run beg
 def open_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in a directory, its manifest checked. No other file is looked at."""
     manifest = path / MANIFEST
+    remedy = "Name a directory such as runs/mine/checkpoints/step-00000100."
+    if not path.exists():
+        raise CheckpointError("no such directory", where=str(path), remedy=remedy)
     if not manifest.is_file() or manifest.is_symlink():
-        remedy = "Name a directory such as runs/mine/checkpoints/step-00000100."
         raise CheckpointError("is not a checkpoint: it has no manifest", where=str(path), remedy=remedy)
     try:
         values = json.loads(manifest.read_bytes())

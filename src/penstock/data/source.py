@@ -151,7 +151,7 @@ def near(name: str) -> str:
     """A suggestion of files beside a path whose names are like it, or nothing."""
     path = Path(name).expanduser()
     try:
-        names = [p.name for p in path.parent.iterdir()]
+        names = [p.name for p in path.parent.iterdir() if p.name != path.name]  # a link to nothing has that name too
     except OSError:
         return ""
     found = [str(path.parent / n) for n in difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)]

@@ -218,6 +218,6 @@ def parse_bytes(text: str, flag: str) -> int:
     """A size that a flag names."""
     found = parse_size(text)
     if found is None:
-        remedy = "Such as 480GiB or 128GB; a rate is 450GB/s."
+        remedy = "Such as 450GB/s." if flag == "--link" else "Such as 480GiB or 500MB; with its unit, and 1MB or more."
         raise RecipeError("is not a size", where=f"{flag} {text!r}", remedy=remedy)
     return found

@@ -77,7 +77,7 @@ _UNITS = {"": 1, "k": 10**3, "ki": 2**10, "m": 10**6, "mi": 2**20, "g": 10**9, "
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of 480GiB, 128GB, 1.5TiB or plain bytes; None of anything else, and of under a MiB: the unit is missing."""
+    """Bytes of 480GiB, 128GB, 1.5TiB or plain bytes; None of anything else, and of under a MB: the unit is missing."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", text.lower())
     found = float(match[1]) * _UNITS[match[2] or ""] if match else 0.0
-    return int(found) if found >= 2**20 else None
+    return int(found) if found >= 10**6 else None
