@@ -287,6 +287,12 @@ def test_token_ids_beyond_the_embedding(write, chatml):
         assert caught.value.where == f"{path}:2"
 
 
+def test_a_question_that_nobody_answers_is_listed(write, chatml):
+    said = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+    path = write([{"messages": said[:2]}, {"messages": said}])
+    assert notes(open_it(path, chatml)) == ["not used: turns after the last response (in 1 row)"]
+
+
 def test_counts_survive_the_cache(write, plain):
     path = write([{"text": "a"}, {"text": ""}, {"text": "x" * 99}])
     built, found = open_it(path, plain, max_length=50), open_it(path, plain, max_length=50)

@@ -13,7 +13,6 @@ from test_native import TINY, step, tiny
 
 from penstock.engine.native import NativeEngine
 from penstock.engine.parked import ParkedInputs
-from penstock.engine.ranks import ALONE
 from penstock.engine.trial import full_batch
 from penstock.engine.weights import load_to_stream, streams
 from penstock.errors import RecipeError
@@ -241,14 +240,6 @@ def test_a_slot_that_is_used_too_early_is_noticed(monkeypatch):
 
     monkeypatch.setattr(UnitSlots, "_fetch", too_early)
     assert run(recipe_of(rows=4, weights="streamed"))[0] != base[0]
-
-
-def test_several_ranks_are_refused():
-    world = dataclasses.replace(ALONE, size=2)
-    recipe = recipe_of(weights="streamed")
-    model = load_model(recipe, load_config(recipe), torch.device("cpu"), lambda _: None)
-    with pytest.raises(RecipeError, match="several GPUs"):
-        NativeEngine(model, recipe, lambda _: None, world)
 
 
 def test_more_layers_than_there_are():

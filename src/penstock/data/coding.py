@@ -42,6 +42,9 @@ class Encoded:
     tally: Tally
 
 
+UNANSWERED = "turns after the last response"
+
+
 class Coder:
     """Renders, tokenizes, cuts and counts. One for each form of rows."""
 
@@ -69,6 +72,8 @@ class Coder:
             if isinstance(example, Dropped):
                 tally.dropped[example.reason].add(self._place(row))
             else:
+                if example.unanswered:
+                    tally.unused[UNANSWERED].add(self._place(row))
                 yield row, example
 
     def _encode_batch(self, batch: list[tuple[Row, Example]], part: _Part) -> None:

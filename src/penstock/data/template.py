@@ -82,7 +82,8 @@ class Template:
         if self.form == "text":
             text = text_of(row)
             return text if isinstance(text, Dropped) else self._whole(text)
-        turns = turns_of(row, self.form)
+        left_out: list[Turn] = []
+        turns = turns_of(row, self.form, left_out)
         if isinstance(turns, Dropped):
             return turns
         if self._looks_for_marks:
@@ -98,7 +99,8 @@ class Template:
         for span, turn in zip(example.spans, responses, strict=True):
             both[turn.trained].append(span)
         said = "\x00".join([part for turn in turns for part in (turn.content, turn.input)])
-        return Example(example.text, tuple(both[1]), self._end.special.search(said) is not None, tuple(both[0]))
+        spelled = self._end.special.search(said) is not None
+        return Example(example.text, tuple(both[1]), spelled, tuple(both[0]), bool(left_out))
 
     def _refuse_tools(self, turns: list[Turn], tools: tuple[object, ...], where: str) -> None:
         """Refuse what only a chat template has a place for."""

@@ -28,8 +28,12 @@ class Dropped:
     reason: str
 
 
-def turns_of(row: Row, form: Format) -> list[Turn] | Dropped:
-    """The turns of a row up to its last response. What follows that (an unanswered question) teaches nothing."""
+def turns_of(row: Row, form: Format, left_out: list[Turn] | None = None) -> list[Turn] | Dropped:
+    """The turns of a row up to its last response. What follows that (an unanswered question) teaches nothing.
+
+    `left_out` gets it.
+    """
+    left_out = [] if left_out is None else left_out
     assert form != "text", "plain text has no turns"
     if not _has_weight(row):
         return Dropped("weight 0")
@@ -44,7 +48,7 @@ def turns_of(row: Row, form: Format) -> list[Turn] | Dropped:
         turns = _messages(row, "conversations" if way.columns == ("conversations",) else "messages")
     turns = _with_system(row, turns)
     while turns and turns[-1].role != "assistant":
-        turns.pop()
+        left_out.append(turns.pop())
     if not turns:
         return Dropped("no assistant turn")
     if any(turn.role == "assistant" and not turn.content.strip() and not turn.calls for turn in turns):
