@@ -159,15 +159,14 @@ def _whole_ones(sizes: Sequence[int], budget: Mapping[HomeName, float]) -> set[i
             chosen.add(number)
             owed -= size
     chosen, missing = _nearer(sizes, chosen, target - sum(sizes[number] for number in chosen))
-    # One too large to help by itself, the other way round, and then smaller ones: evenly may be none of the small.
-    wrong = chosen if missing < 0 else set(range(len(sizes))) - chosen
-    first = min((number for number in wrong if sizes[number] > abs(missing)), key=lambda n: sizes[n], default=None)
-    if first is not None:
-        size = sizes[first] if missing < 0 else -sizes[first]
-        other, then = _nearer(sizes, chosen ^ {first}, missing + size, below=sizes[first])
-        if abs(then) < abs(missing):
-            return other
-    return chosen
+    # One that is too large to help by itself, the other way round, and then smaller ones: evenly may be none of the
+    # small. Of each size one of either way is tried.
+    best = chosen, missing
+    for size, inside in {(sizes[number], number in chosen): None for number in range(len(sizes))}:
+        first = next(number for number, own in enumerate(sizes) if own == size and (number in chosen) == inside)
+        other = _nearer(sizes, chosen ^ {first}, missing + (size if inside else -size), below=size)
+        best = min(best, other, key=lambda found: abs(found[1]))
+    return best[0]
 
 
 def _nearer(sizes: Sequence[int], chosen: set[int], missing: float, below: float = math.inf) -> tuple[set[int], float]:
