@@ -16,7 +16,7 @@ from penstock.plan.split import Manner, ModelBytes, Rates, Room, Split, streamed
 
 
 @dataclass(frozen=True)
-class Rows:
+class StreamedRows:
     """What of one rank streams."""
 
     num_params: float
@@ -30,7 +30,7 @@ class Rows:
     manner: Manner
 
     @classmethod
-    def of(cls, job: Job, settings: Settings, gpus: int, micro_batches: int, state_bytes: float) -> Rows:
+    def of(cls, job: Job, settings: Settings, gpus: int, micro_batches: int, state_bytes: float) -> StreamedRows:
         """With these settings."""
         layer = [-(-p.size // gpus) for p in layer_parameters(job.architecture)]
         manner = Manner(job.in_backward, job.overlap, True, job.accumulate_dtype)

@@ -41,7 +41,7 @@ from penstock.plan.memory import (
     peaks,
     work_of,
 )
-from penstock.plan.on_ranks import Rows, together
+from penstock.plan.on_ranks import StreamedRows, together
 from penstock.plan.placement import Dealt, deal, deal_away
 from penstock.plan.rooms import process_bytes, rooms, sharing_a_host
 from penstock.plan.shares import by_unit, choose_split, chunk_size_of, room_for_layers, split_of_layers
@@ -268,7 +268,7 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     assert settings.order != "layers", "layers are computed one by one on one GPU only"
     b, format = job.dtype_bytes, FORMATS[settings.states]
     rank = _rank(job, work_of(job, settings, gpus), machine, gpus)
-    away = Rows.of(job, settings, gpus, rank.num_micro_batches, format.bytes_per_element(b))
+    away = StreamedRows.of(job, settings, gpus, rank.num_micro_batches, format.bytes_per_element(b))
     rank = replace(rank, peaks=away.leave(rank.peaks)) if settings.streamed else rank
     need = _requirements(job, rank, format, gpus, away.num_params)
     room = rooms(job, machine, gpus)

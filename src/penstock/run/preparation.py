@@ -262,8 +262,9 @@ def dry_run(
 ) -> Outlook:
     """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
     check_installed(recipe)
-    check_one_gpu(recipe, num_ranks, on_cpu=pick_device(recipe.device).type == "cpu")
-    limit_gpu(pick_device(recipe.device), recipe.gpu_memory)
+    device = pick_device(recipe.device)
+    check_one_gpu(recipe, num_ranks, on_cpu=device.type == "cpu")
+    limit_gpu(device, recipe.gpu_memory)
     check_run_dir(recipe.run_dir, overwrite=overwrite, own=goes_on_in(recipe.run_dir, resume))
     saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
     run = prepare_run(as_begun(recipe, saved), console, resume=bool(resume), begun_compiled=was_compiled(saved))
