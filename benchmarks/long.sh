@@ -5,7 +5,9 @@
 #   today     llama-8b, 131,072 tokens, and 8 layers of it, 262,144 tokens, not in tiles
 #   tiles     the same two in tiles
 #   small     llama-8b, 65,536 tokens in 24 GB                  others    gpt-oss-20b and qwen3-14b, 131,072 tokens
-#   half      6 of llama-8b's 32 layers, 524,288 tokens         plan      what is planned for each of these
+#   half      16 of llama-8b's 32 layers, 524,288 tokens        plan      what is planned for each of these
+#   gradients llama-8b, 32,768 and 131,072 tokens: how far gradients of tiles, of layers in turn and of compiled ones are
+#             from those of whole rows
 set -u
 cd "$(dirname "$0")/.."
 . benchmarks/environment.sh
@@ -34,7 +36,13 @@ for job in "$@"; do
     others)
       measure gpt-oss 300 1 gpt-oss-20b "max_length=131072 states=bf16 weights=resident $LONG"
       measure qwen 300 1 qwen3-14b "max_length=131072 states=bf16 weights=resident $LONG" ;;
-    half) measure half 595 1 llama-8b "max_length=524288 weights=streamed inputs=parked:2 tile=16384 shape=num_hidden_layers=6" ;;
+    half) measure half 595 1 llama-8b "max_length=524288 weights=streamed inputs=parked:2 tile=16384 shape=num_hidden_layers=16" ;;
+    gradients)
+      for length in 32768 131072; do
+        only=(); [ $length = 131072 ] && only=(-- rows "rows, compiled, half kept" "tiles, compiled, parked")
+        timeout 300 python3 benchmarks/long_gradients.py llama-8b "$OUT/gradients.jsonl" $length "${only[@]}" > "$OUT/gradients-$length.log" 2>&1
+        echo "gradients $length: exit $?"; grep "norm" "$OUT/gradients-$length.log"
+      done ;;
     plan)
       for length in 65536 131072 262144 393216 524288; do
         timeout 120 python3 -m penstock plan llama-8b --batch-size 1 --max-length "$length" > "$OUT/plan-$length.txt" 2>&1

@@ -19,7 +19,9 @@ cd "$(dirname "$0")/.."
 . benchmarks/environment.sh
 export LD_PRELOAD=$(realpath "$NCCL") NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_ALGO=RING NCCL_DEBUG=WARN PENSTOCK_SHARE_GPU=1 PYTHONFAULTHANDLER=1
 export NCCL_MAX_CTAS=16  # of 132 multiprocessors
-one_queue_a_stream=CUDA_DEVICE_MAX_CONNECTIONS=32  # with MPS there are fewer, and what waits holds up what it has nothing to do with
+one_queue_a_stream() {  # RANKS; with MPS there are fewer, and what waits holds up what it has nothing to do with
+  echo "CUDA_DEVICE_MAX_CONNECTIONS=$(($1 < 3 ? 32 : 64 / $1))"  # 128 are too many for the GPU
+}
 RUNS=$(mktemp -d)  # models and checkpoints; what is to be kept of a run goes to $OUT
 trap 'rm -rf "$RUNS"' EXIT
 
@@ -53,7 +55,7 @@ end_ranks() {  # WORD of their command line: ranks that wait inside of NCCL outl
 train() {  # NAME SECONDS RANKS FLAGS...
   local name=$1 limit=$2 ranks=$3
   shift 3
-  with_mps env $one_queue_a_stream timeout -k 20 "$limit" python3 -m penstock train llama-8b --init random --shape num_hidden_layers=8 --tokenizer demo --data "$DATA" \
+  with_mps env "$(one_queue_a_stream "$ranks")" timeout -k 20 "$limit" python3 -m penstock train llama-8b --init random --shape num_hidden_layers=8 --tokenizer demo --data "$DATA" \
     --epochs 100 --max-steps 8 --batch-size 4 --keep 0 --prompt None --gpus "$ranks" --gpu-memory "$((132 / ranks))GB" \
     --output-dir "$RUNS/$name" --overwrite "$@" > "$OUT/$name.log" 2>&1
   local code=$?
@@ -75,7 +77,7 @@ for job in "$@"; do
       tail -n 1 "$RUNS"/deepspeed-{zerooffload,resumed}/metrics.jsonl | cut -c1-120 ;;  # which should be the same
     overhead)
       for ranks in ${RANKS:-1 2 4}; do
-        with_mps env $one_queue_a_stream timeout -k 20 120 python3 -m torch.distributed.run --standalone --nproc-per-node="$ranks" benchmarks/collectives.py "$OUT" \
+        with_mps env "$(one_queue_a_stream "$ranks")" timeout -k 20 120 python3 -m torch.distributed.run --standalone --nproc-per-node="$ranks" benchmarks/collectives.py "$OUT" \
           llama-8b shape=num_hidden_layers=8 batch_size=4 micro_batch_size=1 recompute=full homes=gpu=0.5,host=0.5 \
           gpu_memory=$((132 / ranks))GB > "$OUT/collectives-$ranks.log" 2>&1
         code=$?

@@ -217,11 +217,12 @@ def test_many_threads_may_ask_at_once(device):
     """Values arrive whole and in whatever order, on a real lane."""
     link, wanted = Link(Streams(torch.device(device))), {}
     targets = {n: torch.zeros(1000, device=device) for n in range(64)}
+    made = link.streams.main_mark()
 
     def give(start):
         for number in range(start, 64, 4):
             given = torch.full((1000,), float(number))
-            wanted[number] = link.to_device.copy(targets[number], given, deadline=number % 7)
+            wanted[number] = link.to_device.copy(targets[number], given, deadline=number % 7, after=made)
 
     threads = [threading.Thread(target=give, args=(start,)) for start in range(4)]
     for thread in threads:
