@@ -12,6 +12,7 @@
 #   runs       whole runs of the same: seconds, lanes, memory beside the plan
 #              (DATA=FILE: rows are full if it packs to 32 rows of 4,096 tokens or more, which the demo's data does not)
 #   memory     the same with two and four ranks and all state on the host: gradients of a unit make room
+#   streamed   the same, with weights on the host too, one micro-batch a step and two or four: seconds and memory beside the plan
 #   hosts      two machines, as far as one can be two: NCCL over sockets, between network namespaces or over loopback
 set -u
 cd "$(dirname "$0")/.."
@@ -90,6 +91,12 @@ for job in "$@"; do
     memory)
       for ranks in 2 4; do train "host-$ranks" 120 "$ranks" --homes host --micro-batch-size "$((4 / ranks))" --recompute full; done
       python3 benchmarks/ranks.py "$RUNS"/host-2 "$RUNS"/host-4 | tee "$OUT/host.txt" ;;
+    streamed)
+      for ranks in 2 4; do
+        train "streamed-$ranks" 120 "$ranks" --weights streamed --micro-batch-size "$((4 / ranks))" --recompute full
+        train "streamed-$ranks-again" 120 "$ranks" --weights streamed --batch-size 8 --micro-batch-size 1 --recompute full
+      done
+      python3 benchmarks/ranks.py "$RUNS"/streamed-* | tee "$OUT/streamed.txt" ;;
     hosts) DEVICE=cuda timeout -k 20 200 benchmarks/two_hosts.sh python3 > "$OUT/hosts.log" 2>&1; echo "hosts: exit $?"; tail -n 4 "$OUT/hosts.log" ;;
     *) echo "no job $job"; exit 2 ;;
   esac

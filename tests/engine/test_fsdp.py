@@ -17,6 +17,7 @@ from penstock.machine.known import MACHINES
 from penstock.model.load import load_config, load_model
 from penstock.plan.job import Job
 from penstock.plan.solve import solve
+from penstock.plan.split import Split
 from penstock.recipe.presets import ARCHITECTURES, PRESETS
 
 HOMES = ["gpu", "stream", "host", "gpu=0.4,stream=0.3,host=0.3"]
@@ -104,12 +105,18 @@ def test_reduce_dtype_changes_the_sum_of_bf16_gradients(ranks):
 
 
 @pytest.mark.slow
-def test_what_is_planned_for_four_gpus_is_what_a_rank_deals(ranks):
-    """llama-70b clipped on four 80 GB GPUs with 1 TiB: every buffer of state, without allocating one."""
-    job = Job(ARCHITECTURES[PRESETS["llama-70b"].model], 4, 4096, compiled=True)
-    plan = solve(job, replace(MACHINES["h100"], host_bytes=2**40), 4)
+@pytest.mark.parametrize(("machine", "streamed"), [("h100", 0), ("rtx4090", 80)])
+def test_what_is_planned_for_four_gpus_is_what_a_rank_deals(ranks, machine, streamed):
+    """llama-70b clipped with 1 TiB, on four 80 GB GPUs and on four of 24 GB: every buffer of weights and state."""
+    job = Job(ARCHITECTURES[PRESETS["llama-70b"].model], 4, 4096, compiled=True, weights="auto")
+    plan = solve(job, replace(MACHINES[machine], host_bytes=2**40), 4)
     assert plan is not None
-    found = ranks("dealt_without_memory", 4, preset="llama-70b", shares=plan.split.shares(), chunk_size=plan.chunk_size)
+    assert plan.settings.streamed == streamed
+    here, away = plan.split, plan.streamed_split or Split(0, 0, 0, 0.0)
+    here = replace(here, stream=here.stream - away.stream, host=here.host - away.host)
+    share = away.stream / (away.stream + away.host) if streamed else 0.0
+    found = ranks("dealt_without_memory", 4, preset="llama-70b", shares=here.shares(), chunk_size=plan.chunk_size,
+                  streamed=streamed, away=share)  # fmt: skip
     planned = {(buffer.place, buffer.name): buffer.num_bytes for buffer in plan.buffers}
     for rank in found:
         assert rank.keys() <= planned.keys()

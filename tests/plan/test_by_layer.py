@@ -356,14 +356,6 @@ def test_what_the_recipe_fixes_is_respected(field):
     assert plan.settings.order == ("rows" if field == "order" else "layers")
 
 
-def test_with_several_gpus_weights_are_resident():
-    job = Job(LLAMA_8B, 4, 4096, weights="auto")
-    for gpus in (2, 4):
-        plan = solve(job, MACHINES["rtx4090"], gpus)
-        assert plan is None or not plan.settings.by_layer
-    assert solve(replace(job, weights="streamed"), LARGE_HOST, 2) is None
-
-
 @pytest.mark.parametrize("machine", ["rtx4090", "rtx5090", "h100", "gh200"])
 @pytest.mark.parametrize("preset", [name for name, recipe in PRESETS.items() if recipe.model in ARCHITECTURES])
 def test_no_preset_is_too_large_for_a_gpu(preset, machine):

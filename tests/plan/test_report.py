@@ -127,11 +127,10 @@ def test_on_the_h200_every_preset_but_the_largest_has_a_way():
 
 
 @pytest.mark.slow
-def test_the_matrix_says_where_one_gpu_does_what_several_do_not_yet():
-    lines = matrix_lines(MACHINES["rtx4090"], matrix(replace(MACHINES["rtx4090"], host_bytes=2**41), (1, 2)))
+def test_the_matrix_says_where_weights_stream_on_one_gpu_and_on_several():
+    lines = matrix_lines(MACHINES["rtx4090"], matrix(replace(MACHINES["rtx4090"], host_bytes=2**41), (1, 4)))
     (large,) = (line for line in lines if line.startswith("llama-70b  "))
-    assert large.split("80 4")[1].strip() == "on 1 GPU only"
-    assert "on several GPUs they do not yet" in "\n".join(lines)
+    assert large.count("streams 80") == 2
     assert "does not fit" not in "\n".join(lines)
 
 
@@ -197,10 +196,35 @@ def test_recipes_get_what_the_plan_chooses():
     assert (fixed.weights, fixed.recompute) == ("auto", "none"), "it is not computed again, so that nothing streams"
 
 
-@pytest.mark.parametrize("flags", [["--weights", "streamed"], ["--weights", "8"], ["--order", "layers"]], ids=" ".join)
-def test_several_gpus_stream_no_weights(flags, capsys):
+@pytest.mark.parametrize(("field", "word"), [("order", "layers"), ("inputs", "parked"), ("tile", "4096")])
+def test_several_gpus_compute_no_layers_one_by_one(field, word, capsys):
+    flags = ["--weights", "streamed", f"--{field}", word]
     assert main(["plan", "llama-8b", "--gpu", "h100", "--gpus", "2", *flags]) == 2
-    assert "on several GPUs are not there yet" in capsys.readouterr().err.replace("with several", "on several")
+    assert f"{field} = {word}: goes with layers that are computed one by one, on one GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flags", "count"), [(["--weights", "streamed"], 32), (["--weights", "8"], 8), ([], 0)])
+def test_several_gpus_stream_as_many_layers_as_they_are_told(flags, count, capsys):
+    assert main(["plan", "llama-8b", "--gpu", "h100", "--host-memory", "256GiB", "--gpus", "2", *flags]) == 0
+    said = capsys.readouterr().out
+    assert (f"{count} of 32 layers stream, recompute full" in said) == bool(count)
+    assert ("streamed weights" in said) == bool(count)
+
+
+def test_several_gpus_stream_what_does_not_fit_them(capsys):
+    assert main(["plan", "llama-70b", "--gpu", "rtx4090", "--host-memory", "1TiB", "--gpus", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "80 of 80 layers stream, recompute full" in said
+    assert "Link: in " in said
+    recipe = with_recompute(PRESETS["llama-70b"], replace(MACHINES["rtx4090"], host_bytes=2**40), 4)
+    assert (recipe.weights, recipe.order, recipe.inputs, recipe.tile) == ("streamed", "rows", "kept", "none")
+
+
+def test_what_does_not_fit_several_gpus_even_so_says_what_is_missing(capsys):
+    assert main(["plan", "llama-70b", "--gpu", "rtx4090", "--host-memory", "128GiB", "--gpus", "4"]) == 3
+    said = capsys.readouterr().err
+    assert "GB of host memory" in said
+    assert "streamed weights" in said
 
 
 def test_streamed_weights_are_shown(capsys):

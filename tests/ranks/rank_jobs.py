@@ -31,6 +31,7 @@ from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE, SHARE_GPU, bind, find_world, joined
 from penstock.errors import Interrupted, ModelError, RecipeError, UserError
 from penstock.model.attention import use_attention
+from penstock.model.decoder import find_decoder
 from penstock.model.load import load_config, load_model, load_tokenizer, model_class
 from penstock.model.load_rows import _read, build_on_meta
 from penstock.model.source import find_source
@@ -39,8 +40,8 @@ from penstock.offload.dtensors import all_say, extents, is_streamed, local, loca
 from penstock.offload.placing import host_cuts, placement_for
 from penstock.offload.saved_tensors import state_tensors
 from penstock.offload.trained import find_trained
-from penstock.plan.layout import FORMATS, state_buffers
-from penstock.plan.placement import deal
+from penstock.plan.layout import FORMATS, cut, state_buffers, unit_buffers
+from penstock.plan.placement import deal, deal_away
 from penstock.recipe.presets import PRESETS
 from penstock.report.console import Console
 from penstock.update.host_threads import HostThreads
@@ -403,8 +404,11 @@ def interrupting(directory):
             return (Path(directory) / "model" / "config.json").exists()
 
 
-def dealt_without_memory(preset, shares, chunk_size):
-    """Buffers of the state that this rank would hold of a large model, which is built without allocating any of it."""
+def dealt_without_memory(preset, shares, chunk_size, streamed=0, away=0.0):
+    """Buffers of what this rank would hold of a large model, which is built without allocating any of it.
+
+    Of the last `streamed` layers the weights lie in host memory, and a share `away` of their state streams.
+    """
     world = find_world()
     recipe = dataclasses.replace(PRESETS[preset], init="random")
     with joined(world, DEVICE):
@@ -414,9 +418,15 @@ def dealt_without_memory(preset, shares, chunk_size):
             shard_over_ranks(model, mesh, torch.float32)
 
         model = build_on_meta(recipe, load_config(recipe), torch.bfloat16, shard)
-        trained = find_trained(model, None, None)
-        dealt = deal(host_cuts(trained, trained.whole_chunks(FORMATS["fp32"]), chunk_size), shares)
-        buffers = state_buffers(dealt, on_gpu=True, streamed=(), in_backward=False)
+        trained, layers = find_trained(model, None, None), find_decoder(model).layers
+        units = [tuple(layer.parameters()) for layer in layers[len(layers) - streamed :]]
+        gone = {index for index, p in enumerate(trained.parameters) if any(p is q for unit in units for q in unit)}
+        wholes = trained.whole_chunks(FORMATS["fp32"])
+        here = deal(host_cuts(trained, [w for w in wholes if w.parameter not in gone], chunk_size), shares)
+        there = deal_away([chunk for w in wholes if w.parameter in gone for chunk in cut(w, chunk_size)], away)
+        dealt = {name: here[name] + there[name] for name in here}
+        buffers = state_buffers(dealt, on_gpu=True, streamed=gone, in_backward=False)
+        buffers += unit_buffers([[local(p).numel() for p in unit] for unit in units], 2)
         return {(buffer.place, buffer.name): buffer.num_bytes for buffer in buffers}
 
 

@@ -90,12 +90,12 @@ def test_the_engine_gets_words_where_layers_are_computed_one_by_one(tmp_path, mo
     assert (recipe.weights, recipe.order, recipe.inputs, recipe.recompute) == ("auto", "auto", "auto", "none")
 
 
-@pytest.mark.parametrize("change", [{"weights": "streamed"}, {"weights": "2"}, {"order": "layers"}])
-def test_several_gpus_stream_no_weights(change, monkeypatch):
+@pytest.mark.parametrize("change", [{"order": "layers"}, {"weights": "2", "inputs": "parked"}])
+def test_several_gpus_compute_no_layers_one_by_one(change, monkeypatch):
     two = dataclasses.replace(ALONE, size=2)
     monkeypatch.setattr(preparation, "pick_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr(type(two), "pick", lambda self, device: device)
-    with pytest.raises(RecipeError, match="not there yet"):
+    with pytest.raises(RecipeError, match="on one GPU"):
         prepare_run(dataclasses.replace(DEMO, **change), Console(quiet=True), two)
 
 
@@ -110,7 +110,7 @@ def test_a_dry_run_refuses_what_training_would(tmp_path, changes, where):
 
 def test_a_dry_run_for_several_ranks_refuses_what_they_would(tmp_path):
     recipe = dataclasses.replace(PRESETS["demo"], output_dir=str(tmp_path), device="cpu", order="layers")
-    with pytest.raises(RecipeError, match="not there yet"):
+    with pytest.raises(RecipeError, match="on one GPU"):
         dry_run(recipe, Console(quiet=True), num_ranks=2)
 
 

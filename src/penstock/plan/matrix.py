@@ -15,7 +15,6 @@ REFERENCE_GPUS = {
     "llama-8b": 1, "qwen3-14b": 1, "phi-4": 1, "gpt-oss-20b": 1, "seed-oss-36b": 2, "qwen3-30b-a3b": 2, "llama-70b": 4,
 }  # fmt: skip
 """Superchips that the launch scripts of DeepSpeedExamples' DeepSpeed-SuperOffload use."""
-ALONE = "on 1 GPU only"
 
 
 @dataclass(frozen=True)
@@ -48,19 +47,15 @@ def matrix_lines(machine: Machine, cells: Sequence[Cell]) -> list[str]:
     ]
     for name in dict.fromkeys(cell.preset for cell in cells):
         own = {cell.gpus: cell.plan for cell in cells if cell.preset == name}
-        alone = own.get(1)
-        streams = alone.settings.streamed if alone else 0
-        found.append(f"{name:<16}" + "".join(f"{_cell(own[n], streams):<{width}}" for n in counts).rstrip())
-    notes = {
-        " *": "*: not clipped (--max-grad-norm 0); clipped it does not fit",
-        ALONE: f"{ALONE}: weights that do not fit stream from host memory, and on several GPUs they do not yet",
-    }
-    return [*found, *(note for mark, note in notes.items() if any(mark in line for line in found)), "", *_fewer(cells)]
+        found.append(f"{name:<16}" + "".join(f"{_cell(own[n]):<{width}}" for n in counts).rstrip())
+    if any(cell.plan and not cell.plan.job.clip for cell in cells):
+        found.append("*: not clipped (--max-grad-norm 0); clipped it does not fit")
+    return [*found, "", *_fewer(cells)]
 
 
-def _cell(plan: Plan | None, streams: int) -> str:
+def _cell(plan: Plan | None) -> str:
     if plan is None:
-        return ALONE if streams else "does not fit"
+        return "does not fit"
     settings = plan.settings
     clip = "" if plan.job.clip else " *"
     rate = f" {plan.tokens_per_s:,.0f}" if plan.machine.predicts_time else ""

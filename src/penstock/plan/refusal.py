@@ -16,7 +16,7 @@ from penstock.plan.solve import TRADES, cheapest_change, flags_between, solve
 def refusal(report: Report, command: Sequence[str]) -> DoesNotFit:
     """Exit 3: the largest parts, and the cheapest change that fits, to paste. `command`: the words typed so far."""
     plan = report.plan
-    short = gpu_shortage(plan.job, plan.settings, plan.machine) if plan.settings.by_layer else 0.0
+    short = gpu_shortage(plan.job, plan.settings, plan.machine) if plan.settings.by_layer and plan.gpus == 1 else 0.0
     too_large = short > 0 or plan.peak_bytes("gpu") > plan.gpu_room
     scarce = "gpu" if too_large and plan.machine.has_gpu else "host"
     where: tuple[str, ...] = (scarce,)

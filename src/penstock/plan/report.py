@@ -19,7 +19,7 @@ from penstock.plan.job import Job, Settings
 from penstock.plan.layout import gpu_reserve
 from penstock.plan.predict import Plan, gpu_shortage, predict
 from penstock.plan.rooms import host_reserve, sharing_a_host
-from penstock.plan.solve import Alternative, Free, alternatives, fitting, flags_between, may_go_by_layer, solve
+from penstock.plan.solve import Alternative, Free, alternatives, fitting, flags_between, may_stream, solve
 from penstock.recipe.lists import parse_homes, parse_size
 from penstock.recipe.recipe import Recipe, tile_tokens
 
@@ -98,9 +98,9 @@ def with_recompute(recipe: Recipe, machine: Machine | None, gpus: int = 1) -> Re
         job = job_on(recipe, machine)
         plan = solve(job, machine, gpus, free)
     except UserError:  # a model that the plan does not know
-        return _with_layers(recipe) if by_layer else _with_word(recipe, "full")
-    if plan is None and may_go_by_layer(job, machine, gpus, free):
-        return _with_layers(recipe, predict(job, _least(job, machine, free), machine))
+        return _with_layers(recipe, gpus=gpus) if by_layer else _with_word(recipe, "full")
+    if plan is None and may_stream(job, machine, free):
+        return _with_layers(recipe, predict(job, _least(job, machine, free, gpus), machine, gpus))
     if plan is None or not plan.settings.by_layer:
         return _with_word(recipe, plan.settings.recompute if plan else "full")
     return _with_layers(recipe, plan)
@@ -125,12 +125,14 @@ def _with_layers(recipe: Recipe, plan: Plan | None = None, gpus: int = 1) -> Rec
     return replace(recipe, recompute="full", **free)
 
 
-def _least(job: Job, machine: Machine, free: Free) -> Settings:
+def _least(job: Job, machine: Machine, free: Free, gpus: int) -> Settings:
     """What takes least of the GPU, for a recipe that does not fit: what is missing then shows in host memory."""
     assert free.states, "the recipe has a format"
     assert free.micro_batch, "and rows"
     order = "layers" if job.order == "auto" else job.order
     streamed = job.streamed_choices[-1]
+    if gpus > 1:
+        return Settings(free.states, free.micro_batch, "full", streamed)
     tile = next((tile for tile in job.tile_choices[-1] if tile < free.micro_batch * job.length), 0)
     inputs = "kept" if job.inputs == "auto" else job.inputs
     kept = Settings(free.states, free.micro_batch, "full", streamed, order, inputs, tile)
@@ -139,17 +141,16 @@ def _least(job: Job, machine: Machine, free: Free) -> Settings:
     return replace(kept, inputs=job.input_choices[-1][-1])
 
 
-def check_one_gpu(recipe: Recipe, gpus: int, *, on_cpu: bool = False) -> None:
+def check_one_gpu(recipe: Recipe, gpus: int) -> None:
     """Refuse what only one GPU can do."""
-    if gpus == 1:
-        return
-    remedy = "Leave it out, or use one GPU."
-    if recipe.weights not in ("auto", "resident") and not on_cpu:
-        what = "streamed weights with several GPUs are not there yet"
-        raise RecipeError(what, where=f"weights = {recipe.weights}", remedy=remedy)
-    if recipe.order == "layers" or recipe.inputs.startswith("parked"):
-        name = "order" if recipe.order == "layers" else "inputs"
-        what = "layers that are computed one by one on several GPUs are not there yet"
+    by_layer = {
+        "order": recipe.order == "layers",
+        "inputs": recipe.inputs.startswith("parked"),
+        "tile": recipe.tile not in ("auto", "none"),
+    }
+    name = next((name for name, asked in by_layer.items() if asked), None)
+    if gpus > 1 and name:
+        what, remedy = "goes with layers that are computed one by one, on one GPU", "Leave it out, or use one GPU."
         raise RecipeError(what, where=f"{name} = {getattr(recipe, name)}", remedy=remedy)
 
 
@@ -207,9 +208,9 @@ def headline(plan: Plan) -> str:
     settings = plan.settings
     recompute = "no recompute" if settings.recompute == "none" else f"recompute {settings.recompute}"
     if settings.by_layer:
-        layers, inputs = plan.job.architecture.layers, f"inputs {settings.inputs}"
+        layers, order = plan.job.architecture.layers, f"order {settings.order}, inputs {settings.inputs}"
         weights = f"{settings.streamed} of {layers} layers stream" if settings.streamed else "weights resident"
-        recompute = f"{weights}, order {settings.order}, {inputs}"
+        recompute = f"{weights}, {order if plan.gpus == 1 else recompute}"
         recompute += f", tiles of {settings.tile:,} tokens" if settings.tile else ""
     exact = "exact fp32 state" if settings.states == "fp32" else f"{settings.states} moments"
     clip = "clipped" if plan.job.clip else "not clipped"

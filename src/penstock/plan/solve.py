@@ -3,7 +3,8 @@
 Pure. A few dozen combinations of state format, micro-batch and recompute are predicted one by one; `place` splits the
 state of each. Activations and resident state compete for the same memory, so neither can be chosen before the other; a
 greedy order was rejected because it fills the GPU with activations whose recompute costs less than the streaming that
-they cause. Where none of them fits, layers are computed one by one, and as many of them stream as must.
+they cause. Where none of them fits, layers are computed one by one, and as many of them stream as must; on several GPUs
+they stream row by row.
 """
 
 from __future__ import annotations
@@ -48,10 +49,15 @@ def settings_of(job: Job, free: Free, gpus: int) -> Iterable[Settings]:
                 yield Settings(states, micro, recompute)
 
 
+def _parts(layers: int) -> list[int]:
+    """Eighths of the layers, without none and all."""
+    return sorted({layers * eighths // 8 for eighths in range(1, 8)} - {0})
+
+
 @cache
 def _recomputes(layers: int) -> tuple[str, ...]:
     """From most memory to least."""
-    parts = sorted({layers * eighths // 8 for eighths in range(1, 8)} - {0})
+    parts = _parts(layers)
     some = [f"{word}:{count}" for word in ("selected", "full") for count in parts]
     return ("none", *some[: len(parts)], "selected", *some[len(parts) :], "full")
 
@@ -59,7 +65,7 @@ def _recomputes(layers: int) -> tuple[str, ...]:
 def plans(job: Job, machine: Machine, gpus: int, free: Free = EVERYTHING) -> Iterator[Plan]:
     """All that fit: the most exact format first, and within it the fastest. Chunks are dealt for those asked for.
 
-    Weights stream where nothing else fits, or where the job says so; with several GPUs never.
+    Weights stream where nothing else fits, or where the job says so.
     """
     for states in (free.states,) if free.states else FORMATS:
         if not _could_fit(job, machine, gpus, FORMATS[states]):
@@ -71,8 +77,9 @@ def plans(job: Job, machine: Machine, gpus: int, free: Free = EVERYTHING) -> Ite
         if first is not None:
             yield first
             yield from fitting
-        elif may_go_by_layer(job, machine, gpus, free):
-            yield from _in_order(_plans_by_layer(job, machine, own))
+        elif may_stream(job, machine, free):
+            on_one = gpus == 1
+            yield from _in_order(_plans_by_layer(job, machine, own) if on_one else _on_ranks(job, machine, gpus, own))
 
 
 def _could_fit(job: Job, machine: Machine, gpus: int, format: StateFormat) -> bool:
@@ -112,12 +119,13 @@ def _order(plan: Plan) -> tuple[float, int, float, bool, int]:
     return plan.seconds.step, -at_once, moved, settings.parks, settings.tile
 
 
-def may_go_by_layer(job: Job, machine: Machine, gpus: int, free: Free) -> bool:
-    """Whether layers may be computed one by one: all of them again, on one GPU whose memory is not the host's.
+def may_stream(job: Job, machine: Machine, free: Free) -> bool:
+    """Whether weights may stream, or layers be computed one by one.
 
-    State that the job wants on the GPU belongs to resident weights.
+    All layers are computed again then, and the GPU has memory of its own. State that the job wants there belongs to
+    resident weights.
     """
-    if gpus > 1 or free.recompute not in (None, "full"):
+    if free.recompute not in (None, "full"):
         return False
     unasked = job.weights == "auto" and machine.gpu_bytes > 0 and not dict(job.homes).get("gpu")
     return job.asks_for_layers or unasked
@@ -138,6 +146,18 @@ def _plans_by_layer(job: Job, machine: Machine, free: Free) -> Iterator[Plan]:
             if found:
                 return
             if on_gpu:
+                break
+
+
+def _on_ranks(job: Job, machine: Machine, gpus: int, free: Free) -> Iterator[Plan]:
+    """Rows at once, and for each as few layers that stream as fit, in eighths: more would move more."""
+    counts = job.streamed_choices
+    some = [*_parts(job.architecture.layers), counts[-1]] if len(counts) > 1 else counts
+    for tried in settings_of(job, replace(free, recompute="full"), gpus):
+        for count in some:
+            plan = predict(job, replace(tried, streamed=count), machine, gpus)
+            yield plan
+            if plan.has_room and plan.fits:
                 break
 
 

@@ -76,15 +76,15 @@ class Recipe:
     order: Literal["auto", "rows", "layers"] = "auto"
     """How several micro-batches go through the layers: `rows`, one after another, each through all; `layers`, all of
     them through a layer before the next, so that streamed weights cross the link twice a step and not twice a
-    micro-batch. Results differ by rounding. `auto`: layers where weights are streamed."""
+    micro-batch. Results differ by rounding. `auto`: layers where weights are streamed, on one GPU."""
     inputs: str = "auto"
     """Activations that enter each layer, from which backward computes it again: kept (on the GPU), parked (in host
     memory), or parked:N, those of every N-th layer, from which backward computes N layers again together. Goes with
-    streamed weights or the order layers. `auto`: the faster that fits."""
+    streamed weights or the order layers, on one GPU. `auto`: the faster that fits."""
     tile: str = "auto"
     """Tokens of which a layer computes everything but attention at once, so that long rows take less memory: a number,
-    or `none` for whole rows. Goes with streamed weights or the order layers. Results differ by rounding. `auto`: what
-    the plan finds, `none` where it saves nothing."""
+    or `none` for whole rows. Goes with streamed weights or the order layers, on one GPU. Results differ by rounding.
+    `auto`: what the plan finds, `none` where it saves nothing."""
     gpu_memory: str = "auto"
     """The most that the run may take of the GPU's memory, such as 24GB or 22GiB; `auto`: all of it."""
     update: Literal["auto", "after-norm", "in-backward"] = "auto"

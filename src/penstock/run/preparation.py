@@ -91,7 +91,7 @@ def prepare_run(
         remedy = "Name a file, a directory, or a data set of the Hub, such as --data my.jsonl."
         raise RecipeError("no data is named", where="--data", remedy=remedy)
     device = world.pick(pick_device(recipe.device))
-    check_one_gpu(recipe, world.size, on_cpu=device.type == "cpu")
+    check_one_gpu(recipe, world.size)
     recipe = settle(recipe, console)
     if warning := check_deepspeed(recipe, device, world, resume=resume):
         console.say(f"WARNING: {warning}")
@@ -263,7 +263,7 @@ def dry_run(
     """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
     check_installed(recipe)
     device = pick_device(recipe.device)
-    check_one_gpu(recipe, num_ranks, on_cpu=device.type == "cpu")
+    check_one_gpu(recipe, num_ranks)
     limit_gpu(device, recipe.gpu_memory)
     check_run_dir(recipe.run_dir, overwrite=overwrite, own=goes_on_in(recipe.run_dir, resume))
     saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
