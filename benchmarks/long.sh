@@ -8,6 +8,8 @@
 #   half      16 of llama-8b's 32 layers, 524,288 tokens        plan      what is planned for each of these
 #   gradients llama-8b, 32,768 and 131,072 tokens: how far gradients of tiles, of layers in turn and of compiled ones are
 #             from those of whole rows
+#   norms     one step of 131,072 tokens with the optimizer, of whole rows: all of them computed again, and with state that
+#             never comes to the GPU
 set -u
 cd "$(dirname "$0")/.."
 . benchmarks/environment.sh
@@ -43,6 +45,9 @@ for job in "$@"; do
         timeout 300 python3 benchmarks/long_gradients.py llama-8b "$OUT/gradients.jsonl" $length "${only[@]}" > "$OUT/gradients-$length.log" 2>&1
         echo "gradients $length: exit $?"; grep "norm" "$OUT/gradients-$length.log"
       done ;;
+    norms)
+      measure rows-full 200 1 llama-8b "max_length=131072 order=rows recompute=full"
+      measure rows-host 200 1 llama-8b "max_length=131072 order=rows recompute=full:16 homes=host" ;;
     plan)
       for length in 65536 131072 262144 393216 524288; do
         timeout 120 python3 -m penstock plan llama-8b --batch-size 1 --max-length "$length" > "$OUT/plan-$length.txt" 2>&1

@@ -3,7 +3,8 @@
     python benchmarks/long_gradients.py RECIPE FILE LENGTH [field=value ...] [-- VARIANT...]
 
 No optimizer: gradients are compared as they come, and dropped. A line of FILE has, for every unit (layer, embedding,
-head), the norm of its gradient, and that of its difference to the first variant's, relative to the former.
+head) and for every kind of weight (q_proj, input_layernorm), the norm of its gradient, and that of its difference to the
+first variant's, relative to the former.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ VARIANTS = {
 
 
 class Compared:
-    """Of every unit the sums of squares of its gradient, and of what it is off that of the first variant."""
+    """Of every unit and kind the sums of squares of its gradient, and of what it is off that of the first variant."""
 
     def __init__(self, model):
         self.names = {p: name for name, p in model.named_parameters()}
@@ -67,20 +68,21 @@ class Compared:
             return
         name, gradient = self.names[parameter], parameter.grad
         words = name.split(".")
-        unit = words[2] if "layers" in words else words[-2]
-        self.squares[unit] = self.squares.get(unit, 0) + gradient.double().square().sum()
+        unit, kind = words[2] if "layers" in words else words[-2], words[-2]
+        square, off = gradient.double().square().sum(), torch.zeros((), dtype=torch.float64, device=gradient.device)
         if name in self.first:
-            first = self.first[name].to(gradient.device)
-            self.off[unit] = self.off.get(unit, 0) + (gradient.double() - first.double()).square().sum()
+            off = (gradient.double() - self.first[name].to(gradient.device).double()).square().sum()
         else:
             self.first[name] = gradient.to("cpu")
+        for part in {"all", unit, kind}:
+            self.squares[part] = self.squares.get(part, 0) + square
+            self.off[part] = self.off.get(part, 0) + off
         parameter.grad = None
 
     def result(self):
-        """The norm of all gradients, and of every unit its norm and its difference."""
-        norms = {unit: float(square) ** 0.5 for unit, square in self.squares.items()}
-        off = {unit: (float(self.off.get(unit, 0)) / float(square)) ** 0.5 for unit, square in self.squares.items()}
-        return sum(float(s) for s in self.squares.values()) ** 0.5, norms, off
+        """Of each its norm, and its difference beside that."""
+        norms = {part: float(square) ** 0.5 for part, square in self.squares.items()}
+        return norms, {part: float(square) ** 0.5 / norms[part] for part, square in self.off.items()}
 
 
 def gradients(model, recipe, batch, held):
@@ -124,13 +126,13 @@ def main(preset, file, length, *words):
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == FLASH else nullcontext():
             loss = gradients(model, recipe, batch, compared.held)
         seconds = time.perf_counter() - start
-        norm, norms, off = compared.result()
-        row = {"recipe": preset, "length": base.max_length, "variant": name, "loss": loss, "norm": norm,
-               "seconds": seconds, "norms": norms, "off": off, "torch": torch.__version__}  # fmt: skip
+        norms, off = compared.result()
+        row = {"recipe": preset, "length": base.max_length, "variant": name, "loss": loss, "seconds": seconds,
+               "norms": norms, "off": off, "torch": torch.__version__}  # fmt: skip
         with Path(file).open("a") as rows:
             rows.write(json.dumps(row) + "\n")
-        worst = max(off, key=off.get)
-        print(f"{name:28} {seconds:6.1f} s  loss {loss:.6f}  norm {norm:.6f}  off at most {off[worst]:.2e} ({worst})",
+        worst = ", ".join(f"{part} {off[part]:.2e}" for part in sorted(off, key=off.get)[:-5:-1])
+        print(f"{name:28} {seconds:6.1f} s  loss {loss:.6f}  norm {norms['all']:.6f}  off {off['all']:.2e} ({worst})",
               flush=True)  # fmt: skip
 
 
