@@ -3,8 +3,8 @@
     python benchmarks/long_gradients.py RECIPE FILE LENGTH [field=value ...] [-- VARIANT...]
 
 No optimizer: gradients are compared as they come, and dropped. A line of FILE has, for every unit (layer, embedding,
-head) and for every kind of weight (q_proj, input_layernorm), the norm of its gradient, and that of its difference to the
-first variant's, relative to the former.
+head) and for every kind of weight (q_proj, input_layernorm), the norm of its gradient, and that of its difference to
+the first variant's, relative to the former.
 """
 
 import dataclasses

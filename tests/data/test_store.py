@@ -293,6 +293,20 @@ def test_a_question_that_nobody_answers_is_listed(write, chatml):
     assert notes(open_it(path, chatml)) == ["not used: turns after the last response (in 1 row)"]
 
 
+def test_an_empty_question_is_listed(write, chatml):
+    path = write(
+        [{"instruction": q, "input": i, "output": "x"} for q, i in (("q", ""), (None, ""), (" ", ""), ("", "i"))]
+    )
+    assert notes(open_it(path, chatml)) == [f"2 with an empty question: {path}:2, {path}:3"]
+
+
+def test_what_splitting_leaves_out_is_not_said_to_be_kept_by_splitting(write, chatml):
+    path = write([{"instruction": "q" * 300, "output": "x"}])
+    found = notes(open_it(path, chatml, max_length=60, too_long="split"))
+    assert [line for line in found if "--too-long" in line] == []
+    assert any("in pieces without a token to train on" in line for line in found)
+
+
 def test_counts_survive_the_cache(write, plain):
     path = write([{"text": "a"}, {"text": ""}, {"text": "x" * 99}])
     built, found = open_it(path, plain, max_length=50), open_it(path, plain, max_length=50)

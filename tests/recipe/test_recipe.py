@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import RecipeError
+from penstock.recipe.file import find_recipe
 from penstock.recipe.lists import parse_homes
 from penstock.recipe.recipe import FIELDS, Recipe, to_dict, with_values
 
@@ -87,3 +88,17 @@ def test_run_dir_follows_the_name():
     assert str(dataclasses.replace(Recipe(), output_dir="x/y").run_dir) == "x/y"
     assert Recipe(output_dir="~/x").run_dir == Path.home() / "x"
     assert str(Recipe(output_dir="~nobody-here/x").run_dir) == "~nobody-here/x"
+
+
+def test_a_word_that_is_no_preset_may_be_data_or_a_model(tmp_path):
+    data = tmp_path / "mine.jsonl"
+    data.touch()
+    for word, remedy in {
+        str(data): f"Data is named with --data {data}.",
+        str(tmp_path): f"A model is named with --model {tmp_path}, data with --data.",
+        "meta-llama/Llama-3.1-8B": "A model is named with --model meta-llama/Llama-3.1-8B, data with --data.",
+        "lama-8b": "Did you mean llama-8b? Or name a .yaml file.",
+    }.items():
+        with pytest.raises(RecipeError, match="no such preset") as caught:
+            find_recipe(word)
+        assert caught.value.remedy == remedy

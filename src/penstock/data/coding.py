@@ -90,6 +90,8 @@ class Coder:
                 part.add(tokens[: len(cut)], cut, self._place(row))
                 if example.spells_token:
                     part.tally.spelled.add(self._place(row))
+                if example.unasked:
+                    part.tally.unasked.add(self._place(row))
 
     def _trained(self, example: Example, tokens: list[int], offsets: list[tuple[int, int]]) -> tuple[bytearray, int]:
         """The mask of an example, and the index of the token that ends its last response.

@@ -35,6 +35,8 @@ class Counts:
     """Kept examples whose last response lost its end token to truncation."""
     spelled: Noted
     """Kept examples in which text that someone wrote became a special token."""
+    unasked: Noted
+    """Kept examples with a question that is empty, or null."""
     split: Noted
     """Documents that became several examples, as --split-documents length asks."""
     dropped: dict[str, Noted]
@@ -68,7 +70,7 @@ class Noting:
 
 _SUMS = ("rows", "kept", "tokens", "trained_tokens", "lost_tokens")
 _LARGEST = ("longest", "max_token_id")
-NOTES = ("truncated", "unended", "spelled", "split")
+NOTES = ("truncated", "unended", "spelled", "unasked", "split")
 NAMED_NOTES = ("dropped", "unused")
 
 
@@ -90,6 +92,7 @@ class Tally:
     truncated: Noting = field(default_factory=Noting)
     unended: Noting = field(default_factory=Noting)
     spelled: Noting = field(default_factory=Noting)
+    unasked: Noting = field(default_factory=Noting)
     split: Noting = field(default_factory=Noting)
     dropped: defaultdict[str, Noting] = field(default_factory=_named)
     unused: defaultdict[str, Noting] = field(default_factory=_named)

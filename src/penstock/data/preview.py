@@ -98,6 +98,7 @@ def _store_summary(store: Store) -> dict[str, object]:
         "truncated": counts.truncated,
         "without_end_token": counts.unended,
         "spells_special_token": counts.spelled,
+        "empty_question": counts.unasked,
         "split": counts.split,
     }
     return {

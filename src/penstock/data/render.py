@@ -36,6 +36,8 @@ class Example:
     """What someone said spells a special token."""
     untrained: tuple[Span, ...] = ()
     """Responses that are shown and not trained on, even where prompts are."""
+    unasked: bool = False
+    """A question is empty."""
     unanswered: bool = False
     """Turns came after the last response, and are left out."""
 

@@ -40,7 +40,7 @@ from penstock.recipe.recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CONTENT, _VERSION = 4, 5
+_CONTENT, _VERSION = 4, 6
 """Raised when other tokens come of the same data, and when the same are written down otherwise."""
 _FIELDS = (
     "data_format", "columns", "split_documents", "template", "end_token", "train_on_prompt", "max_length", "too_long",
@@ -87,6 +87,9 @@ class Store:
         return place_name(self.files[self.places[2 * i]], int(self.places[2 * i + 1]))
 
 
+_SPLIT_KEEPS = "--too-long split keeps what is trained on"
+
+
 def notes(store: Store) -> list[str]:
     """What happened to rows on the way that a user should know, one line each."""
     counts, files = store.counts, store.files
@@ -94,13 +97,14 @@ def notes(store: Store) -> list[str]:
         "truncated": counts.truncated,
         "without a trained end token": counts.unended,
         "with text that spells a special token, and becomes it": counts.spelled,
+        "with an empty question": counts.unasked,
         "longer than max_length, in several examples": counts.split,
     }
     noted |= {f"dropped, {reason}": note for reason, note in counts.dropped.items()}
     lines = [f"{note.count:,} {what}: {describe(note, files)}" for what, note in noted.items() if note.count]
     if counts.lost_tokens:
-        lines.append(f"{counted(counts.lost_tokens, 'token')} of examples over max_length not used; "
-                     "--too-long split keeps what is trained on")  # fmt: skip
+        why = "they are in pieces without a token to train on" if counts.split.count else _SPLIT_KEEPS
+        lines.append(f"{counted(counts.lost_tokens, 'token')} of examples over max_length not used; {why}")
     return [*lines, f"not used: {unused}"] if (unused := unused_columns(store)) else lines
 
 

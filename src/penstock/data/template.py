@@ -100,7 +100,8 @@ class Template:
             both[turn.trained].append(span)
         said = "\x00".join([part for turn in turns for part in (turn.content, turn.input)])
         spelled = self._end.special.search(said) is not None
-        return Example(example.text, tuple(both[1]), spelled, tuple(both[0]), bool(left_out))
+        unasked = any(turn.role == "user" and not turn.whole.strip() for turn in turns)
+        return Example(example.text, tuple(both[1]), spelled, tuple(both[0]), unasked, bool(left_out))
 
     def _refuse_tools(self, turns: list[Turn], tools: tuple[object, ...], where: str) -> None:
         """Refuse what only a chat template has a place for."""

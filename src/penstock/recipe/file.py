@@ -33,14 +33,22 @@ def for_model(model: str) -> Recipe:
     return Recipe(name=name.removesuffix(".gguf") or "run", model=model, data="", max_length=0)
 
 
+def _meant(path: Path, name: str) -> str:
+    """What a word may mean that is no preset."""
+    if path.is_file():
+        return f"Data is named with --data {name}."
+    if "/" in name:  # a directory, or one of the Hub
+        return f"A model is named with --model {name}, data with --data."
+    return did_you_mean(name, PRESETS) + " Or name a .yaml file."
+
+
 def find_recipe(name: str) -> Found:
     """A preset by name, or a recipe from a YAML file, whose `preset` key names what it starts from."""
     if name in PRESETS:
         return Found(PRESETS[name], name)
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        remedy = did_you_mean(name, PRESETS) + " Or name a .yaml file."
-        raise RecipeError("there is no such preset", where=name, remedy=remedy)
+        raise RecipeError("there is no such preset", where=name, remedy=_meant(path, name))
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except OSError as error:

@@ -101,8 +101,8 @@ class Console:
         return able and not (self._json or rich.quiet)
 
     @contextmanager
-    def phase(self, title: str) -> Iterator[Phase]:
-        """Say what begins, and how long it took if that was noticeable."""
+    def phase(self, title: str, ended: str = "") -> Iterator[Phase]:
+        """Say what begins, and how long it, or what `ended` calls it, took if that was noticeable."""
         phase, start = Phase(), time.perf_counter()
         if self._panel is not None:  # beside the steps, such as saving
             self._panel.begins(title)
@@ -117,7 +117,9 @@ class Console:
             gigabytes = phase.num_bytes / 1e9
             worth_saying = gigabytes / seconds >= 0.05  # a rate that is not 0.0
             said = f", {gigabytes:.1f} GB at {gigabytes / seconds:.1f} GB/s" if worth_saying else ""
-            self.rich.print(f"[dim]  {escape(title)}: {seconds:.1f} s{said}[/dim]")  # phases may lie in one another
+            self.rich.print(
+                f"[dim]  {escape(ended or title)}: {seconds:.1f} s{said}[/dim]"
+            )  # phases may lie in one another
 
     @contextmanager
     def _timed(self, title: str) -> Iterator[None]:
@@ -134,7 +136,7 @@ class Console:
     def training(self, name: str, total_steps: int, sources: Sources, earlier: Sequence[StepRow]) -> Iterator[None]:
         """Around the steps: the live panel, or a phase like any other."""
         if not self.live:
-            with self.phase(f"Training {counted(total_steps, 'step')}"):
+            with self.phase(f"Training {counted(total_steps, 'step')}", "Training"):  # it may be stopped before
                 yield
             return
         panel = Panel(name, total_steps, sources)
