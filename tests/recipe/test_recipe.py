@@ -97,7 +97,7 @@ def test_a_word_that_is_no_preset_may_be_data_or_a_model(tmp_path):
         str(data): f"Data is named with --data {data}.",
         str(tmp_path): f"A model is named with --model {tmp_path}, data with --data.",
         "meta-llama/Llama-3.1-8B": "A model is named with --model meta-llama/Llama-3.1-8B, data with --data.",
-        "lama-8b": "Did you mean llama-8b? Or name a .yaml file.",
+        "lama-8b": "Did you mean 'llama-8b'? Or name a .yaml file.",
     }.items():
         with pytest.raises(RecipeError, match="no such preset") as caught:
             find_recipe(word)
