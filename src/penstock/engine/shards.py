@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -79,17 +79,20 @@ class StreamedShards:
         assert isinstance(model, FSDPModule), "ranks have sharded it"
         self._layers, self._timeline, self._device = tuple(layers), link.streams.timeline, link.streams.device
         with torch.no_grad():
-            self._shards = [_Shard(layer, self._device) for layer in layers]
+            model._get_fsdp_state()._lazy_init()  # or a first forward would, and gather from where the rows lie then
+            self._shards = [self._leaving(layer) for layer in layers]
             inside = {part for layer in layers for part in layer.modules()}
             for module in set(model.modules()) - inside:
                 module._apply(lambda t: t.to(self._device), recurse=False)
-            model._get_fsdp_state()._lazy_init()  # which makes all rows of one length, or a first forward would
-            for layer, shard in zip(layers, self._shards, strict=True):
-                assert isinstance(layer, FSDPModule), "layers are gathered one by one"
-                group: Any = layer._get_fsdp_state()._fsdp_param_group
-                shard.leave(group)
-                group.unshard = self._bringing(shard, group)
         self.num_bytes = sum(shard.num_bytes for shard in self._shards)
+
+    def _leaving(self, layer: nn.Module) -> _Shard:
+        """Layer by layer: the device need not hold the rows of more than one."""
+        assert isinstance(layer, FSDPModule), "layers are gathered one by one"
+        shard, group = _Shard(layer, self._device), cast(Any, layer._get_fsdp_state()._fsdp_param_group)
+        shard.leave(group)
+        group.unshard = self._bringing(shard, group)
+        return shard
 
     @property
     def parameters(self) -> set[nn.Parameter]:

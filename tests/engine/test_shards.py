@@ -1,0 +1,51 @@
+"""Rows of layers that stream, on several ranks: where they lie."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from penstock.engine import shards
+from penstock.engine.fsdp import shard_over_ranks
+from penstock.flow.transfers import link_of
+from penstock.model.decoder import find_decoder
+from penstock.offload.dtensors import local
+from tests.model.tiny import tiny_model
+
+
+@pytest.fixture
+def two_ranks():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def rows_there(layers):
+    """Bytes of each layer's rows in the memory that a gather reads."""
+    groups = [layer._get_fsdp_state()._fsdp_param_group for layer in layers]
+    return [sum(p._sharded_param_data.untyped_storage().size() for p in group.fsdp_params) for group in groups]
+
+
+def test_layers_leave_one_by_one(two_ranks, monkeypatch):
+    """All of them together are what does not fit the device."""
+    model = tiny_model("llama", num_hidden_layers=4, intermediate_size=65)  # rows that are not of one length
+    shard_over_ranks(model, two_ranks, None)
+    layers, seen = find_decoder(model).layers, []
+    before = [[local(p).clone() for p in layer.parameters()] for layer in layers]
+    make = shards._Shard.__init__
+
+    def making(self, layer, device):
+        seen.append([number for number, there in enumerate(rows_there(layers)) if not there])
+        make(self, layer, device)
+
+    monkeypatch.setattr(shards._Shard, "__init__", making)
+    streamed = shards.StreamedShards(model, layers, link_of(torch.device("cpu")))
+    assert seen == [[], [0], [0, 1], [0, 1, 2]], "those before have left when one is made on the device"
+    assert rows_there(layers) == [0] * 4
+    for layer, shard, rows in zip(layers, streamed._shards, before, strict=True):
+        assert all(map(torch.equal, map(local, layer.parameters()), rows))
+        shard.bring()
+        flat = [p._sharded_param_data for p in layer._get_fsdp_state()._fsdp_param_group.fsdp_params]
+        assert all(torch.equal(a[: b.numel()], b.view(-1)) for a, b in zip(flat, rows, strict=True))
+    streamed.close()
