@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.model.tiny import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -11,7 +12,6 @@ from penstock.engine.fsdp import shard_over_ranks
 from penstock.flow.transfers import link_of
 from penstock.model.decoder import find_decoder
 from penstock.offload.dtensors import local
-from tests.model.tiny import tiny_model
 
 
 @pytest.fixture

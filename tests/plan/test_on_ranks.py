@@ -44,3 +44,29 @@ def test_memory_is_where_rows_lie():
     assert buffers["streamed weights"].num_bytes == pytest.approx(layers, rel=0.01)
     assert buffers["weights"].num_bytes == pytest.approx(2 * 2 * a.vocab * a.hidden / 4, rel=0.01)
     assert "streamed weights" not in {b.name for b in resident.buffers}
+
+
+@pytest.mark.parametrize("machine", ["gb10", "mi300a"])
+def test_one_memory_holds_what_streams_too(machine):
+    plan = plan_of("llama-8b", 32, gpus=2, machine=machine, host=128 * 10**9)
+    assert plan.fits
+    assert plan.has_room
+    assert not plan_of("llama-8b", 32, gpus=2, machine=machine, host=60 * 10**9).has_room
+
+
+def test_in_backward_gradients_leave_only_for_updates_on_the_host():
+    for away, share in ((("stream", 1.0),), 0.0), ((("host", 1.0),), 1.0):
+        plan = plan_of("llama-8b", 32, homes=away, clip=False, update="in-backward")
+        (gradients,) = [c.out_bytes for c in plan.crossings if c.name == "gradients"] or [0.0]
+        assert gradients == pytest.approx(share * 2 * plan.num_params / 4, rel=0.01)
+
+
+def test_links_share_the_memory_of_their_host_and_without_a_link_of_their_own_gpus_share_them():
+    alone, four = plan_of("llama-8b", 32, gpus=1), plan_of("llama-8b", 32)
+    assert four.seconds.link > alone.seconds.link * sum(c.in_bytes for c in four.crossings) / sum(
+        c.in_bytes for c in alone.crossings
+    )
+    slow, fast = plan_of("llama-70b", 80), plan_of("llama-70b", 80, machine="h100")
+    busy = slow.seconds.link + slow.seconds.exchange
+    assert slow.seconds.step >= busy
+    assert fast.seconds.step < fast.seconds.link + fast.seconds.exchange + fast.seconds.forward + fast.seconds.backward

@@ -88,6 +88,22 @@ def test_every_command_to_paste_is_true(preset, gpu, capsys):
         assert ("it changes" in error) == bool(changes)
 
 
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("--gpu h200 --order layers --weights resident", "4 of these GPUs are enough"),
+        ("--gpu h100 --host-memory 2TiB --weights 2 --inputs parked", "--weights streamed"),
+        ("--gpu rtx4090 --gpus 4 --host-memory 1TiB --weights 40", "--weights auto"),
+        ("--gpu rtx4090 --gpus 4 --host-memory 1TiB --weights resident", "--weights auto"),
+    ],
+)
+def test_so_is_one_where_weights_were_told_what_to_do(words, answer, capsys):
+    assert main(["plan", "llama-70b", *words.split()]) == 3
+    error = capsys.readouterr().err
+    assert answer in error
+    assert main(shlex.split(error.splitlines()[-1])[1:]) == 0
+
+
 def test_the_error_counts_as_the_table_does(capsys):
     assert main(["plan", "qwen3-14b", "--gpu", "rtx4090", "--weights", "resident"]) == 3
     out, error = capsys.readouterr()
@@ -319,7 +335,7 @@ def test_a_small_gpu_keeps_little_free(capsys):
 
 
 def test_advice_keeps_examples_whole_before_it_cuts_them(capsys):
-    assert main(["plan", "llama-8b", "--gpu", "rtx4090", "--weights", "resident"]) == 3
+    assert main(["plan", "llama-8b", "--gpu", "rtx4090", "--gpu-memory", "10GB"]) == 3
     error = capsys.readouterr().err
     assert "it changes: fewer rows in a step" in error
     command = error.strip().splitlines()[-1].split()

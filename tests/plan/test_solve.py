@@ -160,7 +160,8 @@ def test_the_cheapest_change_changes_the_mathematics_last():
     assert change is not None
     assert "--max-grad-norm 0" in change.flags
     assert "no clipping" in change.trades
-    nothing = predict(Job(ARCHITECTURES["Qwen/Qwen3-14B"], 4, 4096), Settings("fp32", 4, "full"), MACHINES["rtx4090"])
+    small = replace(MACHINES["rtx4090"], host_bytes=2**34)
+    nothing = predict(Job(ARCHITECTURES["Qwen/Qwen3-14B"], 4, 4096), Settings("fp32", 4, "full"), small)
     assert cheapest_change(nothing, EVERYTHING) is None
 
 

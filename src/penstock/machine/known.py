@@ -8,6 +8,7 @@ replaces it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from penstock.errors import RecipeError, did_you_mean
@@ -33,6 +34,8 @@ HOST_TRAFFIC, MASTER_TRAFFIC = 26, 18
 alone: moments one way."""
 HOST_MEMORY_SHARE = 0.6
 """Of the host memory's bandwidth, what is left for updates beside the link's traffic (an assumption)."""
+ALL_LINKS_SHARE = 0.8
+"""Of the same, what the links of several GPUs get together (an assumption)."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,10 @@ class Machine:
     """Between GPUs, each way."""
     gpus_per_host: int = 0
     """GPUs that share the host memory: 1 on a superchip, 0 for all there are."""
+    all_links_bytes_per_s: float = math.inf
+    """What host memory gives to the links of all GPUs that share it, both ways counted."""
+    peers_cross_link: bool = False
+    """GPUs of one host have no link of their own: what they exchange takes the way to the host."""
     unified: bool = False
     """GPU and host memory are the same: nothing is gained by moving state."""
     measured: bool = False
@@ -120,6 +127,8 @@ def _machine(
         fp8_flops_per_s=2 * peak.matrix_tflops * 1e12 * FP8_SHARE if fp8 else 0.0,
         peer_bytes_per_s=peak.peer_gb_per_s * 1e9 * 0.8,
         gpus_per_host=gpus_per_host,
+        all_links_bytes_per_s=peak.host_memory_gb_per_s * 1e9 * ALL_LINKS_SHARE,
+        peers_cross_link=not gpus_per_host and peak.peer_gb_per_s < peak.link_gb_per_s,
         unified=unified,
         sources=sources,
     )

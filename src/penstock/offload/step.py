@@ -70,7 +70,10 @@ class Step:
         if held is None:
             return
         last = parameter.grad
-        parameter.grad = torch.empty_like(parameter if last is None else last)
+        if last is None:  # a weight that streams lies in host memory, and its gradient does not
+            parameter.grad = torch.empty_like(parameter, device=held.device)
+        else:
+            parameter.grad = torch.empty_like(last)
         if last is None:  # none came in the last micro-batch, as with experts
             local(parameter.grad).copy_(held)
         else:

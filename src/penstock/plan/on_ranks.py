@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from penstock.machine.known import Machine
 from penstock.plan.job import Crossing, Job, Settings
 from penstock.plan.layout import UNIT_SLOTS, layer_parameters, unit_bytes
 from penstock.plan.memory import Peaks
@@ -46,11 +47,12 @@ class StreamedRows:
         kept = max(found.activation_bytes, found.kept_bytes - self.num_params * self.weight_bytes)
         return replace(found, kept_bytes=kept)
 
-    def rest(self, room: Room) -> Room:
+    def rest(self, room: Room, machine: Machine) -> Room:
         """What they leave of both memories: rows that come in; arenas, state, and gradients that wait for the norm."""
-        landings = 0.0 if self.manner.in_backward else self.num_params * self.weight_bytes
+        landings = self.num_params * self.weight_bytes if machine.has_gpu and not self.manner.in_backward else 0.0
+        on_gpu = min(UNIT_SLOTS, self.num_units) * self.unit_bytes
         on_host = self.num_units * self.unit_bytes + self.num_params * self.state_bytes + landings
-        return room.less(min(UNIT_SLOTS, self.num_units) * self.unit_bytes, on_host)
+        return room.less(on_gpu + on_host) if machine.one_memory else room.less(on_gpu, on_host)
 
     def split(self, shares: dict[str, float], rates: Rates, hidden_seconds: float) -> Split:
         """Homes of their state: as they are named, or as the engine chooses them."""
@@ -66,10 +68,12 @@ class StreamedRows:
         """What of them crosses the link in a step."""
         weights, state = self.num_params * self.weight_bytes, split.stream * self.state_bytes
         back = split.stream * self.weight_bytes
+        # In backward those whose state streams are updated where they are made.
+        comes, down = (0.0, split.host * self.weight_bytes) if self.manner.in_backward else (back, weights)
         return [
             Crossing("weights", 2 * self.micro_batches * weights + back, back),
             Crossing("state", state, state),
-            Crossing("gradients", 0.0 if self.manner.in_backward else back, weights),
+            Crossing("gradients", comes, down),
         ]
 
 

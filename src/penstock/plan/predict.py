@@ -273,7 +273,7 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     need = _requirements(job, rank, format, gpus, away.num_params)
     room = rooms(job, machine, gpus)
     rates = _rates(machine, gpus)
-    free = away.rest(room).less(b * (rank.num_params - away.num_params))
+    free = away.rest(room, machine).less(b * (rank.num_params - away.num_params))
     split = choose_split(job, need, free, rates, format, machine) if free.host_bytes >= 0 else None
     has_room = split is not None
     if split is None:
@@ -296,7 +296,8 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     seconds = _seconds(job, rank, split, rates, format, gpus)
     if settings.streamed:
         link = max(sum(c.in_bytes for c in crossed), sum(c.out_bytes for c in crossed)) / rates.link_bytes_per_s
-        waits = max(link - rank.step.total_s, seconds.cpu - need.hidden_seconds)
+        busy = link + (seconds.exchange if machine.peers_cross_link else 0.0)
+        waits = max(busy - rank.step.total_s, seconds.cpu - need.hidden_seconds)
         seconds = replace(seconds, link=link, exposed=max(seconds.exposed, waits))
     return Plan(
         job, replace(settings, micro_batch=rank.micro_batch), machine, gpus, split, has_room, seconds,
@@ -309,6 +310,7 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
 def _rates(machine: Machine, gpus: int) -> Rates:
     link = machine.link_bytes_per_s if machine.has_gpu else math.inf  # without a GPU there is nothing to cross
     ranks = sharing_a_host(machine, gpus)
+    link = min(link, machine.all_links_bytes_per_s / (2 * ranks)) if ranks > 1 else link
     return Rates(link, machine.host_params_per_s / ranks, machine.masters_per_s / ranks)
 
 
@@ -370,11 +372,13 @@ def _seconds(job: Job, rank: _Rank, split: Split, rates: Rates, format: StateFor
         exchange = rank.num_micro_batches * one
     # Charged for all parameters, whatever their home: weights from the host cross the same memory.
     update = speed.update_seconds(rank.num_params, state, b, rank.machine)
+    link = (split.stream * state + split.host * b) / rates.link_bytes_per_s
+    # While the model waits for state that travels, updates on the GPU cost nothing.
+    exposed = max(split.exposed_seconds, update) + max(0.0, exchange - step.total_s)
+    if rank.machine.peers_cross_link:
+        exposed = max(exposed, link + exchange - step.total_s)
     return Seconds(
-        step.forward_s, step.backward_s, step.recompute_s,
-        # While the model waits for state that travels, updates on the GPU cost nothing.
-        exposed=max(split.exposed_seconds, update) + max(0.0, exchange - step.total_s),
-        link=(split.stream * state + split.host * b) / rates.link_bytes_per_s,
+        step.forward_s, step.backward_s, step.recompute_s, exposed, link,
         cpu=split.host / rates.host_params_per_s,
         update=update, exchange=exchange,
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.errors import DoesNotFit
 from penstock.machine.known import MACHINES
@@ -28,9 +29,7 @@ def refusal(report: Report, command: Sequence[str]) -> DoesNotFit:
     if short > 0 and scarce == "gpu" and not plan.machine.one_memory:
         need = room + short  # with slots for state, of which there is none yet
     parts = ", ".join(f"{b.name} {b.num_bytes / 1e9:.1f}" for b in largest_parts(plan, where))
-    away = (
-        "weights and state on the host as far as they" if plan.settings.streamed else "state on the host as far as it"
-    )
+    away = f"{_streaming(plan)}state on the host as far as {'they' if plan.settings.streamed else 'it'}"
     missing = f": {(need - max(0.0, room)) / 1e9:.1f} are missing" if need > room else ""
     what = (
         f"does not fit: with {away} can be, {need / 1e9:.1f} GB of {kind}, of which "
@@ -40,19 +39,24 @@ def refusal(report: Report, command: Sequence[str]) -> DoesNotFit:
     if change is not None:
         trade = f" (it changes: {change.trades})" if change.trades else " (the same mathematics)"
         return DoesNotFit(what, where=report.name, remedy=f"This fits{trade}:\n    {with_flags(command, change.flags)}")
-    weights = plan.job.dtype_bytes * plan.num_params / plan.gpus
-    if scarce == "gpu" and weights > plan.gpu_room:
-        what += ". Weights alone are more than the GPU can hold, so that no setting helps"
     return DoesNotFit(what, where=report.name, remedy=_elsewhere(plan, command))
+
+
+def _streaming(plan: Plan) -> str:
+    """The weights that lie on the host, in words."""
+    count, layers = plan.settings.streamed, plan.job.architecture.layers
+    return f"the weights of {count} of {layers} layers and " if 0 < count < layers else "weights and " if count else ""
 
 
 def _elsewhere(plan: Plan, command: Sequence[str]) -> str:
     """More GPUs of the kind, or another machine, with what else must change there."""
     words = ["penstock", "plan", *command[2:]]
+    row_by_row = replace(plan.job, order="auto", inputs="auto", tile="auto")  # as several GPUs compute
     for gpus in (2, 4, 8) if plan.machine.has_gpu else ():
-        found = solve(plan.job, plan.machine, gpus) if plan.gpus < gpus <= plan.job.batch_size else None
+        found = solve(row_by_row, plan.machine, gpus) if plan.gpus < gpus <= plan.job.batch_size else None
         if found is not None:
-            text = with_flags(words, (f"--gpus {gpus}", *flags_between(plan, found)))
+            kept = without_flags(words, ("--order", "--inputs", "--tile"))
+            text = with_flags(kept, (f"--gpus {gpus}", *flags_between(plan, found)))
             return f"{gpus} of these GPUs are enough{_trade(plan, found)}:\n    {text}"
     others = {m.name: solve(plan.job, m, plan.gpus) for m in MACHINES.values() if m.name != plan.machine.name}
     fitting = {name: found for name, found in others.items() if found is not None}

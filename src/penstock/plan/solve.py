@@ -199,8 +199,10 @@ class Alternative:
 
 
 def flags_between(old: Plan, new: Plan) -> tuple[str, ...]:
-    """The flags that lead from one to the other. Weights, order, inputs and tiles need none: `auto` finds the same."""
+    """The flags that lead from one to the other. What `auto` finds by itself (order, inputs, tiles) needs none."""
     found = []
+    if new.job.weights != old.job.weights:
+        found.append(f"--weights {new.job.weights}")
     if new.settings.states != old.settings.states:
         found.append(f"--states {new.settings.states}")
     if min(new.settings.micro_batch, new.rows) != min(old.settings.micro_batch, new.rows):
@@ -257,16 +259,21 @@ def cheapest_change(base: Plan, free: Free = EVERYTHING) -> Alternative | None:
     """For a plan that does not fit: what changes the mathematics least and still fits.
 
     Settings alone, then state in fewer bits, then no clipping, then fewer rows in a step, then shorter rows: the last
-    alone cuts examples. Fewer rows help only where no gradients are added up, which have to be kept for that.
+    alone cuts examples. Fewer rows help only where no gradients are added up, which have to be kept for that. Where
+    the job says which weights stream, another number of them changes nothing.
     """
     job = replace(base.job, homes=()) if base.job.homes else base.job
+    # What goes with layers that are computed one by one is refused beside `auto`.
+    by_layer = job.order != "layers" and (job.inputs.startswith("parked") or job.tile not in ("auto", "none"))
+    jobs = list(dict.fromkeys((job, replace(job, weights="streamed" if by_layer else "auto"))))
     lengths, rows = (base.job.length, *_halves(base.job.length, 512)), base.job.batch_size
     for length, batch in itertools.product(lengths, (rows, *_halves(rows, base.gpus))):
         for clip in (True, False) if base.job.clip and base.job.overlap else (base.job.clip,):
             update = base.job.update if clip == base.job.clip else "auto"
-            changed = replace(job, clip=clip, update=update, length=length, batch_size=batch)
-            plan = solve(changed, base.machine, base.gpus, free)
-            if plan is not None:
+            changed = [replace(job, clip=clip, update=update, length=length, batch_size=batch) for job in jobs]
+            found = [plan for job in changed if (plan := solve(job, base.machine, base.gpus, free)) is not None]
+            if found:
+                plan = min(found, key=lambda plan: EXACTNESS.index(plan.settings.states))
                 trades = ["shorter rows"] if length < base.job.length else []
                 trades += ["fewer rows in a step"] if batch < rows else []
                 trades += ["no clipping"] if clip != base.job.clip else []
