@@ -98,6 +98,14 @@ def test_what_one_gpu_streamed_goes_on_with_several_and_with_resident_weights():
     assert as_begun(Recipe(weights="resident"), there).tile == "64", "since it is computed layer by layer"
 
 
+def test_what_several_gpus_streamed_row_by_row_one_chooses_anew():
+    began = Recipe(weights="30", order="rows", inputs="kept", tile="none", recompute="full")
+    there = Saved(None, None, to_dict(began), 1, "", "", "", {}, ranks=16)
+    alone = as_begun(Recipe(), there)
+    assert {getattr(alone, name) for name in ("weights", "order", "inputs", "tile")} == {"auto"}
+    assert alone.recompute == "full"
+
+
 def test_a_run_goes_on_in_the_tiles_it_began_with():
     def saved(recipe):
         return Saved(None, None, recipe, 1, "", "", "", {})

@@ -169,8 +169,25 @@ def test_out_of_memory_names_the_largest_parts_and_what_to_change(monkeypatch):
         engine.accumulate(batch, 44, last=True)
     assert re.search(r"with 4 rows of \d+ tokens at once: resident state .* GiB, weights .* GiB", caught.value.what)
     flags = re.findall(r"--[a-z-]+", caught.value.remedy)
-    assert flags == ["--homes", "--micro-batch-size", "--recompute", "--states", "--max-length"]
+    streamed = ["--weights", "--recompute"]
+    assert flags == ["--homes", "--micro-batch-size", "--recompute", *streamed, "--states", "--max-length"]
     assert caught.value.exit_code == 3
+    engine.release()
+
+
+def test_out_of_memory_does_not_count_weights_that_stream(monkeypatch):
+    _, engine = build(tiny("llama-8b", weights="streamed", order="layers", inputs="kept", recompute="full"))
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(engine._layerwise, "run", full)
+    with pytest.raises(DoesNotFit) as caught:
+        engine.accumulate(full_batch(4, 12, 300), 44, last=True)
+    resident = sum(p.nbytes for p in engine.model.parameters() if p not in engine._weights.parameters)
+    assert f"weights {resident / 2**30:.1f} GiB" in caught.value.what
+    assert "--weights" not in caught.value.remedy
+    engine.release()
 
 
 def test_weights_are_rounded_before_anything_is_compiled_or_tried(monkeypatch):

@@ -23,7 +23,7 @@ def test_pieces_are_aligned_exact_and_apart():
 
 def test_too_much_memory_is_refused_with_bytes(monkeypatch):
     monkeypatch.setattr("penstock.flow.arena.available_host_bytes", lambda: 2**30)
-    with pytest.raises(DoesNotFit, match=r"host memory: state needs 3\.0 GiB, 1\.0 are available"):
+    with pytest.raises(DoesNotFit, match=r"host memory: optimizer state: 3\.0 GiB are needed, 1\.0 are available"):
         Arena(3 * 2**30, pinned=False, cores=[0])
 
 

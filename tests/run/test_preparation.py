@@ -68,6 +68,12 @@ def test_a_dry_run_looks_at_the_disk(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_of_several_ranks_plans_nothing_for_one(capsys):
+    for num_ranks, says in ((1, True), (2, False)):
+        dry_run(dataclasses.replace(DEMO, device="cpu"), Console(), num_ranks=num_ranks)
+        assert ("planned: " in capsys.readouterr().out) == says
+
+
 def test_a_run_starts_after_what_was_saved_and_within_its_data():
     run = prepare_run(DEMO, Console(quiet=True))
     assert (Start(run, None, None).first_step, Start(run, None, None).position) == (1, Position())

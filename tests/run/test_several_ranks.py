@@ -99,7 +99,6 @@ def test_two_ranks_train_what_one_trains(name, ranks, tmp_path):
         assert ours == pytest.approx(theirs, rel=tolerance)
 
 
-@pytest.mark.skipif(SHARED_GPU, reason="on GPUs weights stream with one of them only")
 def test_weights_stream_on_two_ranks_and_a_run_goes_on_with_resident_ones(two, ranks, tmp_path):
     """To the bit, with what is evaluated, answered and exported."""
     there, back = tmp_path / "there", tmp_path / "back"

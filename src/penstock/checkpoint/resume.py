@@ -65,7 +65,7 @@ AS_BEGUN: dict[str, object] = {
 """Fields that are not chosen anew where nobody says anything, and how that is written: compiled layers may round in
 another order with another recompute, and another machine may have room for other rows."""
 LAYER_BY_LAYER = {"weights", "order", "inputs", "tile"}
-"""Fields of runs that compute their layers one by one, which several ranks do not."""
+"""Fields that several ranks choose otherwise than one: they do not compute their layers one by one."""
 
 Say = Callable[[str], None]
 
@@ -105,6 +105,7 @@ class Saved:
     model: str
     before: str
     generation: Mapping[str, Any]
+    ranks: int = 1
 
     @property
     def step(self) -> int:
@@ -127,7 +128,7 @@ def save_run(
 ) -> None:
     """Save the run as it is after `step`, then remove checkpoints beyond those that are kept. All ranks take part."""
     directory, tensors = run_dir / CHECKPOINTS, engine.saved_tensors()
-    documents = _documents(identity, position, metrics)
+    documents = _documents(identity, position, metrics, world.size)
     if world.many and not engine.rows_on_ranks:
         checkpoint = save_together(world, directory, step, tensors, documents, say)
     elif world.first:
@@ -151,11 +152,12 @@ def best_step(evaluations: Iterable[tuple[int, float | None]]) -> int:
     return min(finite)[1] if finite else 0
 
 
-def _documents(identity: Identity, position: Position, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _documents(identity: Identity, position: Position, metrics: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     run = {
         **{field.name: getattr(identity, field.name) for field in dataclasses.fields(identity)},
         "recipe": to_dict(identity.recipe),
         "position": dataclasses.asdict(position),
+        "ranks": ranks,
     }
     return {"run": run, "rng": rng_state(), "metrics": metrics}
 
@@ -261,8 +263,8 @@ class Difference:
 def as_begun(recipe: Recipe, saved: Saved | None, num_ranks: int = 1) -> Recipe:
     """A resumed run goes on with what `auto` was when it began, as another machine may choose otherwise.
 
-    Where it no longer goes layer by layer, with several ranks or because the command says so, what belongs to that is
-    chosen anew.
+    Where it no longer goes layer by layer, because the command says so, what belongs to that is chosen anew; and where
+    it had several ranks or has them now.
     """
     earlier = {"tile": "none"} if recipe.engine == "penstock" else {}  # of a version that had no tiles
     recipe_then = earlier | dict(saved.recipe) if saved else {}
@@ -270,7 +272,8 @@ def as_begun(recipe: Recipe, saved: Saved | None, num_ranks: int = 1) -> Recipe:
     free = {name: value for name, value in begun.items() if getattr(recipe, name) == AS_BEGUN[name]}
     weights, order = (free.get(name, getattr(recipe, name)) for name in ("weights", "order"))
     by_layer = weights not in ("auto", "resident") or order == "layers"
-    left_out = LAYER_BY_LAYER if num_ranks > 1 else set() if by_layer else {"inputs", "tile"}
+    several = num_ranks > 1 or (saved is not None and saved.ranks > 1)
+    left_out = LAYER_BY_LAYER if several else set() if by_layer else {"inputs", "tile"}
     return dataclasses.replace(recipe, **{name: value for name, value in free.items() if name not in left_out})
 
 

@@ -26,7 +26,7 @@ from penstock.flow.transfers import link_of
 from penstock.machine.hardware import pick_compile
 from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.behaviour import Behaviour, update_time
-from penstock.offload.dtensors import local
+from penstock.offload.dtensors import is_streamed, local
 from penstock.offload.placing import place
 from penstock.offload.saved_tensors import SavedTensor, state_tensors, weight_tensors
 from penstock.offload.trained import find_trained
@@ -225,7 +225,7 @@ class NativeEngine:
             yield
         except torch.OutOfMemoryError as error:
             parts = {
-                "weights": sum(local(p).nbytes for p in self.model.parameters()),
+                "weights": sum(local(p).nbytes for p in self.model.parameters() if not is_streamed(p)),
                 "gradients": sum(local(p.grad).nbytes for p in self.model.parameters() if p.grad is not None),
             }
             if hasattr(self, "optimizer"):  # not yet in the trial
@@ -310,6 +310,7 @@ def out_of_memory(parts: dict[str, int], recipe: Recipe, ranks: int) -> DoesNotF
         (recipe.homes not in ("auto", "stream", "host"), "--homes auto"),
         (rows > 1, f"--micro-batch-size {rows // 2}"),
         (recipe.recompute != "full", "--recompute full"),
+        (recipe.weights != "streamed", "--weights streamed --recompute full"),
         (recipe.states == "fp32", "--states bf16"),
         (True, f"--max-length {recipe.max_length // 2}"),
     ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.packed import PackedModel
-from penstock.flow.arena import Arena
+from penstock.flow.arena import INPUTS, Arena
 from penstock.flow.lanes import Mark
 from penstock.flow.transfers import NOW, Link
 from penstock.machine.hardware import near_cores
@@ -90,7 +90,7 @@ class ParkedInputs:
     def __init__(self, num_bytes: int, link: Link, cores: Sequence[int]) -> None:
         """`num_bytes`: the most that the inputs of a step take."""
         self._link, self._streams = link, link.streams
-        self.arena = Arena(num_bytes, pinned=self._streams.device.type == "cuda", cores=cores)
+        self.arena = Arena(num_bytes, pinned=self._streams.device.type == "cuda", cores=cores, holds=INPUTS)
         self._memory, self._used = self.arena.cut(num_bytes), 0
         self._parked: dict[Key, _Parked] = {}
         self._leaving: deque[_Parked] = deque()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from penstock.flow.arena import Arena
+from penstock.flow.arena import WEIGHTS, Arena
 from penstock.flow.transfers import Link
 from penstock.machine.hardware import near_cores
 from penstock.offload.dtensors import lies_at, lies_here, local
@@ -33,7 +33,8 @@ class _Shard:
         rows = [local(p) for p in self.parameters]
         self.num_bytes = sum(padded(x.nbytes) for x in rows)
         # One arena a unit: while they are filled, no more than one unit is in host memory twice.
-        self._arena = Arena(self.num_bytes, pinned=device.type == "cuda", cores=near_cores(device))
+        pinned, cores = device.type == "cuda", near_cores(device)
+        self._arena = Arena(self.num_bytes, pinned=pinned, cores=cores, holds=WEIGHTS)
         self._at_home = [self._arena.cut(x.nbytes).view(x.dtype).view(x.shape) for x in rows]
         for home, x in zip(self._at_home, rows, strict=True):
             home.copy_(x)

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from penstock.engine.ranks import World
 from penstock.engine.shards import StreamedShards
 from penstock.errors import RecipeError
-from penstock.flow.arena import Arena
+from penstock.flow.arena import WEIGHTS, Arena
 from penstock.flow.transfers import Link, link_of
 from penstock.flow.unit_slots import UnitSlots
 from penstock.machine.hardware import near_cores
@@ -61,7 +61,7 @@ class _Unit:
         device = link.streams.device
         num_bytes = sum(padded(p.nbytes) for p in self.parameters)
         # One arena a unit: while they are filled, no more than one unit is in host memory twice.
-        self._arena = Arena(num_bytes, pinned=device.type == "cuda", cores=near_cores(device))
+        self._arena = Arena(num_bytes, pinned=device.type == "cuda", cores=near_cores(device), holds=WEIGHTS)
         self.bytes = self._arena.cut(num_bytes)
         self.at_home = self.cut(self.bytes)
         for p, home in zip(self.parameters, self.at_home, strict=True):

@@ -34,7 +34,6 @@ from penstock.engine.weights import num_streamed
 from penstock.errors import DataError, RecipeError, UserError, counted
 from penstock.machine.gpu_memory import limit_gpu
 from penstock.machine.hardware import COMPILED_FROM, describe, pick_compile, pick_device, pick_dtype
-from penstock.machine.known import Machine
 from penstock.model.flops import token_flops
 from penstock.model.load import load_config, load_tokenizer
 from penstock.model.load_rows import build_on_meta
@@ -84,14 +83,21 @@ class Start:
 
 
 def prepare_run(
-    recipe: Recipe, console: Console, world: World = ALONE, *, resume: bool = False, begun_compiled: bool = False
+    recipe: Recipe,
+    console: Console,
+    world: World = ALONE,
+    *,
+    resume: bool = False,
+    begun_compiled: bool = False,
+    num_ranks: int = 0,
 ) -> Run:
-    """Everything that can be wrong without loading a weight is found here."""
+    """Everything that can be wrong without loading a weight is found here. `num_ranks`: if they are not there yet."""
+    num_ranks = num_ranks or world.size
     if not recipe.data:
         remedy = "Name a file, a directory, or a data set of the Hub, such as --data my.jsonl."
         raise RecipeError("no data is named", where="--data", remedy=remedy)
     device = world.pick(pick_device(recipe.device))
-    check_one_gpu(recipe, world.size)
+    check_one_gpu(recipe, num_ranks)
     recipe = settle(recipe, console)
     if warning := check_deepspeed(recipe, device, world, resume=resume):
         console.say(f"WARNING: {warning}")
@@ -107,8 +113,8 @@ def prepare_run(
     recipe = replace(recipe, compile=pick_compile(recipe, device, COMPILED_FROM if begun_compiled else num_params))
     if layers := getattr(config.get_text_config(), "num_hidden_layers", 0):
         recompute_by_layer(recipe.recompute, layers)  # says so if there are not so many
-    machine = _shared_by(world, unmeasured_machine(device))
-    recipe = world.share(lambda: with_length(recipe, config, tokenizer, machine, world.size, console.say))
+    machine = replace(unmeasured_machine(device), gpus_per_host=max(num_ranks // world.size, world.local_size))
+    recipe = world.share(lambda: with_length(recipe, config, tokenizer, machine, num_ranks, console.say))
     with console.phase(f"Reading {recipe.data}"), world.in_turn():
         data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say, token_flops(model))
     parts = [data.train, *([data.evaluation] if data.evaluation else [])]
@@ -196,7 +202,7 @@ def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]
     machine = world.share(
         lambda: this_machine(remeasure=False, say=console.say) if measured else unmeasured_machine(run.device)
     )
-    machine = _shared_by(world, machine)
+    machine = replace(machine, gpus_per_host=world.local_size)  # whose memory its own ranks share and no others
     run = replace(run, recipe=with_recompute(run.recipe, machine, world.size))
     if world.many:  # the exchange between ranks is not measured
         return run, None
@@ -206,11 +212,6 @@ def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]
         return run, None
     console.say(short(plan) if plan.fits else "planned: does not fit; `penstock plan` says what would. Trying anyway.")
     return run, plan
-
-
-def _shared_by(world: World, machine: Machine) -> Machine:
-    """This machine, whose memory its own ranks share and no others."""
-    return replace(machine, gpus_per_host=world.local_size)
 
 
 def as_long_as_its_rows(run: Run) -> Recipe:
@@ -263,17 +264,18 @@ def dry_run(
     """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
     check_installed(recipe)
     device = pick_device(recipe.device)
-    check_one_gpu(recipe, num_ranks)
     limit_gpu(device, recipe.gpu_memory)
     check_run_dir(recipe.run_dir, overwrite=overwrite, own=goes_on_in(recipe.run_dir, resume))
     saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
-    run = prepare_run(as_begun(recipe, saved), console, resume=bool(resume), begun_compiled=was_compiled(saved))
+    begun, compiled = as_begun(recipe, saved, num_ranks), was_compiled(saved)
+    run = prepare_run(begun, console, resume=bool(resume), begun_compiled=compiled, num_ranks=num_ranks)
     if saved:
         check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
         verify_saved(saved, console.say)
         console.say(f"Would go on after step {saved.step:,}, from {saved.checkpoint.path}.")
     foresee_disk(run, saved.step + 1 if saved else 1)
-    planned(run, console, ALONE)
+    if num_ranks == 1:  # with several the run says nothing of a plan either
+        planned(run, console, ALONE)
     say_settings(replace(recipe, max_length=run.recipe.max_length), console)
     train_set = run.data.train
     outlook = Outlook(
