@@ -6,8 +6,8 @@
 #   tiles     the same two in tiles
 #   small     llama-8b, 65,536 tokens in 24 GB                  others    gpt-oss-20b and qwen3-14b, 131,072 tokens
 #   half      16 of llama-8b's 32 layers, 524,288 tokens        plan      what is planned for each of these
-#   gradients llama-8b, 32,768 and 131,072 tokens: how far gradients of tiles, of layers in turn and of compiled ones are
-#             from those of whole rows
+#   gradients attention's, for tensors that lie otherwise in memory; and llama-8b's, 32,768 and 131,072 tokens: how far those
+#             of tiles, of layers in turn and of compiled ones are from those of whole rows
 #   norms     one step of 131,072 tokens with the optimizer, of whole rows: all of them computed again, and with state that
 #             never comes to the GPU
 set -u
@@ -40,8 +40,9 @@ for job in "$@"; do
       measure qwen 300 1 qwen3-14b "max_length=131072 states=bf16 weights=resident $LONG" ;;
     half) measure half 595 1 llama-8b "max_length=524288 weights=streamed inputs=parked:2 tile=16384 shape=num_hidden_layers=16" ;;
     gradients)
+      timeout 120 python3 benchmarks/attention_layouts.py > "$OUT/layouts.log" 2>&1; echo "layouts: exit $?"; cat "$OUT/layouts.log"
       for length in 32768 131072; do
-        only=(); [ $length = 131072 ] && only=(-- rows "rows, compiled, half kept" "tiles, compiled, parked")
+        only=(); [ $length = 131072 ] && only=(-- "tiles, compiled, parked" "rows, compiled, full and selected" "rows, compiled" rows)
         timeout 300 python3 benchmarks/long_gradients.py llama-8b "$OUT/gradients.jsonl" $length "${only[@]}" > "$OUT/gradients-$length.log" 2>&1
         echo "gradients $length: exit $?"; grep "norm" "$OUT/gradients-$length.log"
       done ;;

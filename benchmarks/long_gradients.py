@@ -34,7 +34,8 @@ VARIANTS = {
     "rows": {"compile": False, "recompute": "full"},
     FLASH: {"compile": False, "recompute": "full"},
     "rows, compiled": {"recompute": "full"},
-    "rows, compiled, half kept": {"recompute": "full:half"},
+    "rows, compiled, selected": {"recompute": "selected"},
+    "rows, compiled, full and selected": {"recompute": "full:half"},
     "layers": {"compile": False, "order": "layers", "tile": "none", "inputs": "kept"},
     "layers, compiled": {"order": "layers", "tile": "none", "inputs": "kept"},
     "layers, compiled, parked": {"order": "layers", "tile": "none", "inputs": "parked"},
@@ -74,7 +75,7 @@ class Compared:
             off = (gradient.double() - self.first[name].to(gradient.device).double()).square().sum()
         else:
             self.first[name] = gradient.to("cpu")
-        for part in {"all", unit, kind}:
+        for part in {"all", unit, kind, f"{unit}.{kind}"}:
             self.squares[part] = self.squares.get(part, 0) + square
             self.off[part] = self.off.get(part, 0) + off
         parameter.grad = None
@@ -131,8 +132,9 @@ def main(preset, file, length, *words):
                "norms": norms, "off": off, "torch": torch.__version__}  # fmt: skip
         with Path(file).open("a") as rows:
             rows.write(json.dumps(row) + "\n")
-        worst = ", ".join(f"{part} {off[part]:.2e}" for part in sorted(off, key=off.get)[:-5:-1])
-        print(f"{name:28} {seconds:6.1f} s  loss {loss:.6f}  norm {norms['all']:.6f}  off {off['all']:.2e} ({worst})",
+        parts = [part for part in sorted(off, key=off.get, reverse=True) if "." not in part]
+        worst = ", ".join(f"{part} {off[part]:.2e}" for part in parts[:4])
+        print(f"{name:34} {seconds:6.1f} s  loss {loss:.6f}  norm {norms['all']:.6f}  off {off['all']:.2e} ({worst})",
               flush=True)  # fmt: skip
 
 

@@ -1,9 +1,11 @@
 """Rows of layers that stream, on several ranks: where they lie."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
-from tests.model.tiny import tiny_model
+from rank_jobs import silent, tiny
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -11,6 +13,7 @@ from penstock.engine import shards
 from penstock.engine.fsdp import shard_over_ranks
 from penstock.flow.transfers import link_of
 from penstock.model.decoder import find_decoder
+from penstock.model.load import load_config, load_model
 from penstock.offload.dtensors import local
 
 
@@ -29,7 +32,10 @@ def rows_there(layers):
 
 def test_layers_leave_one_by_one(two_ranks, monkeypatch):
     """All of them together are what does not fit the device."""
-    model = tiny_model("llama", num_hidden_layers=4, intermediate_size=65)  # rows that are not of one length
+    recipe = tiny()
+    shape = recipe.shape.replace("layers=2", "layers=4").replace("intermediate_size=48", "intermediate_size=65")
+    recipe = dataclasses.replace(recipe, shape=shape)  # rows that are not of one length
+    model = load_model(recipe, load_config(recipe), torch.device("cpu"), silent)
     shard_over_ranks(model, two_ranks, None)
     layers, seen = find_decoder(model).layers, []
     before = [[local(p).clone() for p in layer.parameters()] for layer in layers]

@@ -4,8 +4,9 @@ import os
 
 import pytest
 import torch
-from tiny import SEVEN, packed, tiny_model
+from tiny import SEVEN, packed, tiny_config, tiny_model
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from penstock.model import attention
 from penstock.model.attention import Segments, stock_attention, use_attention
@@ -178,6 +179,42 @@ def test_gpu_layers_are_compiled_in_one_piece(name):
         assert ours < 1.5 * theirs + 1e-2
     pieces = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert pieces == 1 or (pieces and "experts" in str(model))
+
+
+def off_by_kind(model, exact, rows, length):
+    """How far gradients are from exact ones, relative to these, by kinds of weights."""
+    ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(0)).cuda()
+    positions = torch.arange(length, device="cuda").expand(rows, -1)
+    segments = Segments.of(range(0, rows * length + 1, length), torch.device("cuda"))
+    model.zero_grad()
+    index = torch.arange(rows * length - 1, device="cuda")
+    (packed_loss(find_decoder(model), ids, positions, segments, index, ids.flatten()[1:]) / len(index)).backward()
+    found = {name: p.grad.double() for name, p in model.named_parameters()}
+    off = {name: float((g - exact.get(name, 0)).norm() / g.norm()) for name, g in found.items()}
+    return found, {
+        kind: max(off[n] for n in off if n.split(".")[-2] == kind) for kind in {n.split(".")[-2] for n in off}
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
+@pytest.mark.skipif("TORCH_CUDA_SANITIZER" in os.environ, reason="under torch's stream sanitizer nothing is compiled")
+@pytest.mark.parametrize("recompute", ["none", "selected", "full", "full:1"])
+@pytest.mark.parametrize(("rows", "length"), [(1, 4096), (2, 2048)])
+def test_gpu_gradients_are_those_of_plain_layers_whatever_is_computed_again(recompute, rows, length):
+    """Of shapes for which attention has fast kernels: what is computed again hands them tensors laid out otherwise."""
+    shape = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = tiny_config("llama", **shape, head_dim=128, max_position_embeddings=4096)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).cuda().train()
+    layers = find_decoder(model).layers
+    use_attention(model, "auto")
+    exact, _ = off_by_kind(model, {}, rows, length)
+    model.to(torch.bfloat16)
+    _, plain = off_by_kind(model, exact, rows, length)
+    set_compile(layers, True, pytest.fail, recompute_by_layer(recompute, len(layers)))
+    _, compiled = off_by_kind(model, exact, rows, length)
+    assert {kind: off for kind, off in compiled.items() if off > 1.5 * plain[kind] + 2e-3} == {}
 
 
 @pytest.mark.slow
