@@ -87,9 +87,6 @@ class Store:
         return place_name(self.files[self.places[2 * i]], int(self.places[2 * i + 1]))
 
 
-_SPLIT_KEEPS = "--too-long split keeps what is trained on"
-
-
 def notes(store: Store) -> list[str]:
     """What happened to rows on the way that a user should know, one line each."""
     counts, files = store.counts, store.files
@@ -103,7 +100,8 @@ def notes(store: Store) -> list[str]:
     noted |= {f"dropped, {reason}": note for reason, note in counts.dropped.items()}
     lines = [f"{note.count:,} {what}: {describe(note, files)}" for what, note in noted.items() if note.count]
     if counts.lost_tokens:
-        why = "they are in pieces without a token to train on" if counts.split.count else _SPLIT_KEEPS
+        pieces = "they are in pieces without a token to train on"
+        why = pieces if counts.split.count else "--too-long split keeps what is trained on"
         lines.append(f"{counted(counts.lost_tokens, 'token')} of examples over max_length not used; {why}")
     return [*lines, f"not used: {unused}"] if (unused := unused_columns(store)) else lines
 

@@ -90,7 +90,7 @@ class ParkedInputs:
     def __init__(self, num_bytes: int, link: Link, cores: Sequence[int]) -> None:
         """`num_bytes`: the most that the inputs of a step take."""
         self._link, self._streams = link, link.streams
-        self.arena = Arena(num_bytes, pinned=self._streams.device.type == "cuda", cores=cores, holds=INPUTS)
+        self.arena = Arena(num_bytes, pinned=self._streams.device.type == "cuda", cores=cores, what=INPUTS)
         self._memory, self._used = self.arena.cut(num_bytes), 0
         self._parked: dict[Key, _Parked] = {}
         self._leaving: deque[_Parked] = deque()

@@ -34,7 +34,7 @@ class _Shard:
         self.num_bytes = sum(padded(x.nbytes) for x in rows)
         # One arena a unit: while they are filled, no more than one unit is in host memory twice.
         pinned, cores = device.type == "cuda", near_cores(device)
-        self._arena = Arena(self.num_bytes, pinned=pinned, cores=cores, holds=WEIGHTS)
+        self._arena = Arena(self.num_bytes, pinned=pinned, cores=cores, what=WEIGHTS)
         self._at_home = [self._arena.cut(x.nbytes).view(x.dtype).view(x.shape) for x in rows]
         for home, x in zip(self._at_home, rows, strict=True):
             home.copy_(x)

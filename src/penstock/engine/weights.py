@@ -61,7 +61,7 @@ class _Unit:
         device = link.streams.device
         num_bytes = sum(padded(p.nbytes) for p in self.parameters)
         # One arena a unit: while they are filled, no more than one unit is in host memory twice.
-        self._arena = Arena(num_bytes, pinned=device.type == "cuda", cores=near_cores(device), holds=WEIGHTS)
+        self._arena = Arena(num_bytes, pinned=device.type == "cuda", cores=near_cores(device), what=WEIGHTS)
         self.bytes = self._arena.cut(num_bytes)
         self.at_home = self.cut(self.bytes)
         for p, home in zip(self.parameters, self.at_home, strict=True):

@@ -22,16 +22,14 @@ from penstock.machine.hardware import available_host_bytes
 from penstock.plan.layout import ALIGNMENT, padded
 
 TOUCH_BYTES = 256 * 2**20
-
-
 STATE, WEIGHTS, INPUTS = "optimizer state", "weights that stream", "inputs that are parked"
 """What an arena is for, where there is no room for it."""
 
 
-def _remedy(holds: str) -> str:
-    if holds == WEIGHTS:
+def _remedy(what: str) -> str:
+    if what == WEIGHTS:
         return "Let fewer layers stream (--weights), take more GPUs, or free host memory."
-    if holds == INPUTS:
+    if what == INPUTS:
         return "Try --inputs parked:2 or --inputs kept, fewer rows in a step, or free host memory."
     return "Try --states bf16 or int8, keep more of it on the GPU (--homes), or free host memory."
 
@@ -39,14 +37,14 @@ def _remedy(holds: str) -> str:
 class Arena:
     """One allocation from which chunks are cut. `close` gives it back; until then its tensors stay valid."""
 
-    def __init__(self, num_bytes: int, *, pinned: bool, cores: Sequence[int], holds: str = STATE) -> None:
+    def __init__(self, num_bytes: int, *, pinned: bool, cores: Sequence[int], what: str = STATE) -> None:
         self.num_bytes = max(num_bytes, ALIGNMENT)
         available = available_host_bytes()
         if self.num_bytes > available:
             raise DoesNotFit(
-                f"{holds}: {self.num_bytes / 2**30:.1f} GiB are needed, {available / 2**30:.1f} are available",
+                f"{what}: {self.num_bytes / 2**30:.1f} GiB are needed, {available / 2**30:.1f} are available",
                 where="host memory",
-                remedy=_remedy(holds),
+                remedy=_remedy(what),
             )
         began = time.perf_counter()
         mapped = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

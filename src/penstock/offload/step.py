@@ -70,13 +70,11 @@ class Step:
         if held is None:
             return
         last = parameter.grad
-        if last is None:  # a weight that streams lies in host memory, and its gradient does not
+        if last is None:  # none came in the last micro-batch, as with experts; a weight that streams lies on the host
             parameter.grad = torch.empty_like(parameter, device=held.device)
-        else:
-            parameter.grad = torch.empty_like(last)
-        if last is None:  # none came in the last micro-batch, as with experts
             local(parameter.grad).copy_(held)
         else:
+            parameter.grad = torch.empty_like(last)
             torch.add(held, local(last), out=local(parameter.grad))
         others = self.sums.keys() - unit.parameters  # row by row all of them have sums, and no more will come
         if held.dtype is torch.float32 and index in self.streamed and self.streamed.isdisjoint(others):

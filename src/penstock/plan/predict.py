@@ -293,12 +293,11 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
         crossings += away.crossings(rows)
         split = Split(split.gpu, split.stream + rows.stream, split.host + rows.host, split.exposed_seconds)
     crossed = together(*crossings)
-    seconds = _seconds(job, rank, split, rates, format, gpus)
+    link = max(sum(c.in_bytes for c in crossed), sum(c.out_bytes for c in crossed)) / rates.link_bytes_per_s
+    seconds = _seconds(job, rank, split, rates, format, gpus, link)
     if settings.streamed:
-        link = max(sum(c.in_bytes for c in crossed), sum(c.out_bytes for c in crossed)) / rates.link_bytes_per_s
-        busy = link + (seconds.exchange if machine.peers_cross_link else 0.0)
-        waits = max(busy - rank.step.total_s, seconds.cpu - need.hidden_seconds)
-        seconds = replace(seconds, link=link, exposed=max(seconds.exposed, waits))
+        waits = max(link - rank.step.total_s, seconds.cpu - need.hidden_seconds)
+        seconds = replace(seconds, exposed=max(seconds.exposed, waits))
     return Plan(
         job, replace(settings, micro_batch=rank.micro_batch), machine, gpus, split, has_room, seconds,
         activation_bytes=rank.peaks.activation_bytes, gradient_bytes=min(max(0.0, gradients), peak),
@@ -356,14 +355,15 @@ def _predict_by_layer(job: Job, settings: Settings, machine: Machine, asked: Roo
     split = replace(homes.all, exposed_seconds=max(homes.all.exposed_seconds, traffic.last_update(homes, rates)))
     return Plan(
         job, settings, machine, 1, split, found is not None,
-        replace(_seconds(job, rank, split, rates, format, 1), link=link, cpu=traffic.cpu_seconds(homes, rates)),
+        replace(_seconds(job, rank, split, rates, format, 1, link), cpu=traffic.cpu_seconds(homes, rates)),
         activation_bytes=need.activation_bytes - step.sums, gradient_bytes=min(gradients, peak - inputs),
         peak_step_bytes=peak, gpu_room=room.gpu_bytes, host_room=room.host_bytes, crossings=crossings,
         streamed_split=homes.streamed if settings.streamed else None, input_bytes=inputs, asked=asked,
     )  # fmt: skip
 
 
-def _seconds(job: Job, rank: _Rank, split: Split, rates: Rates, format: StateFormat, gpus: int) -> Seconds:
+def _seconds(job: Job, rank: _Rank, split: Split, rates: Rates, format: StateFormat, gpus: int, link: float) -> Seconds:
+    """`link`: seconds that all copies of a step keep it busy."""
     b, step = job.dtype_bytes, rank.step
     state = format.bytes_per_element(b)
     exchange = 0.0
@@ -372,10 +372,9 @@ def _seconds(job: Job, rank: _Rank, split: Split, rates: Rates, format: StateFor
         exchange = rank.num_micro_batches * one
     # Charged for all parameters, whatever their home: weights from the host cross the same memory.
     update = speed.update_seconds(rank.num_params, state, b, rank.machine)
-    link = (split.stream * state + split.host * b) / rates.link_bytes_per_s
     # While the model waits for state that travels, updates on the GPU cost nothing.
     exposed = max(split.exposed_seconds, update) + max(0.0, exchange - step.total_s)
-    if rank.machine.peers_cross_link:
+    if gpus > 1 and rank.machine.peers_cross_link:
         exposed = max(exposed, link + exchange - step.total_s)
     return Seconds(
         step.forward_s, step.backward_s, step.recompute_s, exposed, link,

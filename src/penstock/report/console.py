@@ -117,9 +117,8 @@ class Console:
             gigabytes = phase.num_bytes / 1e9
             worth_saying = gigabytes / seconds >= 0.05  # a rate that is not 0.0
             said = f", {gigabytes:.1f} GB at {gigabytes / seconds:.1f} GB/s" if worth_saying else ""
-            self.rich.print(
-                f"[dim]  {escape(ended or title)}: {seconds:.1f} s{said}[/dim]"
-            )  # phases may lie in one another
+            named = escape(ended or title)  # since phases may lie in one another
+            self.rich.print(f"[dim]  {named}: {seconds:.1f} s{said}[/dim]")
 
     @contextmanager
     def _timed(self, title: str) -> Iterator[None]:

@@ -113,7 +113,7 @@ def prepare_run(
     recipe = replace(recipe, compile=pick_compile(recipe, device, COMPILED_FROM if begun_compiled else num_params))
     if layers := getattr(config.get_text_config(), "num_hidden_layers", 0):
         recompute_by_layer(recipe.recompute, layers)  # says so if there are not so many
-    machine = replace(unmeasured_machine(device), gpus_per_host=max(num_ranks // world.size, world.local_size))
+    machine = replace(unmeasured_machine(device), gpus_per_host=world.local_size if world.many else num_ranks)
     recipe = world.share(lambda: with_length(recipe, config, tokenizer, machine, num_ranks, console.say))
     with console.phase(f"Reading {recipe.data}"), world.in_turn():
         data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say, token_flops(model))
