@@ -74,6 +74,12 @@ def test_a_dry_run_of_several_ranks_plans_nothing_for_one(capsys):
         assert ("planned: " in capsys.readouterr().out) == says
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_dry_run_refuses_more_layers_than_there_are(num_ranks):
+    with pytest.raises(RecipeError, match="the model has 4 layers"):
+        dry_run(dataclasses.replace(DEMO, device="cpu", weights="99"), Console(quiet=True), num_ranks=num_ranks)
+
+
 def test_a_run_starts_after_what_was_saved_and_within_its_data():
     run = prepare_run(DEMO, Console(quiet=True))
     assert (Start(run, None, None).first_step, Start(run, None, None).position) == (1, Position())

@@ -112,7 +112,8 @@ def prepare_run(
     # A run that was begun compiled goes on so, whatever its size.
     recipe = replace(recipe, compile=pick_compile(recipe, device, COMPILED_FROM if begun_compiled else num_params))
     if layers := getattr(config.get_text_config(), "num_hidden_layers", 0):
-        recompute_by_layer(recipe.recompute, layers)  # says so if there are not so many
+        recompute_by_layer(recipe.recompute, layers)  # says so if there are not so many, and so does the next
+        num_streamed(recipe, layers)
     machine = replace(unmeasured_machine(device), gpus_per_host=world.local_size if world.many else num_ranks)
     recipe = world.share(lambda: with_length(recipe, config, tokenizer, machine, num_ranks, console.say))
     with console.phase(f"Reading {recipe.data}"), world.in_turn():
@@ -197,7 +198,6 @@ def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]
     if run.recipe.engine == "deepspeed":  # as the reference does it
         word = "full" if run.recipe.recompute == "auto" else run.recipe.recompute
         return replace(run, recipe=replace(run.recipe, recompute=word)), None
-    num_streamed(run.recipe, run.config.get_text_config().num_hidden_layers)  # refuses more than there are
     measured = run.device.type == "cuda" and run.num_params >= COMPILED_FROM
     machine = world.share(
         lambda: this_machine(remeasure=False, say=console.say) if measured else unmeasured_machine(run.device)
