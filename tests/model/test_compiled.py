@@ -13,6 +13,7 @@ from penstock.model.attention import Segments, stock_attention, use_attention
 from penstock.model.compiled import _changes_in_place, set_compile
 from penstock.model.decoder import find_decoder
 from penstock.model.loss import packed_loss
+from penstock.model.matmul import set_matmul
 from penstock.model.recompute import set_recompute
 from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.trained import TrainedUnit
@@ -199,18 +200,22 @@ def off_by_kind(model, exact, rows, length):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 @pytest.mark.skipif("TORCH_CUDA_SANITIZER" in os.environ, reason="under torch's stream sanitizer nothing is compiled")
+@pytest.mark.parametrize(("attention", "matmul"), [("auto", "bf16"), ("auto", "fp8"), ("sdpa", "bf16")])
 @pytest.mark.parametrize("recompute", ["none", "selected", "full", "full:1"])
 @pytest.mark.parametrize(("rows", "length"), [(1, 4096), (2, 2048)])
-def test_gpu_gradients_are_those_of_plain_layers_whatever_is_computed_again(recompute, rows, length):
+def test_gpu_gradients_are_those_of_plain_layers_whatever_is_computed_again(
+    attention, matmul, recompute, rows, length
+):
     """Of shapes for which attention has fast kernels: what is computed again hands them tensors laid out otherwise."""
     shape = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2}
     torch.manual_seed(0)
     config = tiny_config("llama", **shape, head_dim=128, max_position_embeddings=4096)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).cuda().train()
     layers = find_decoder(model).layers
-    use_attention(model, "auto")
+    use_attention(model, attention)
     exact, _ = off_by_kind(model, {}, rows, length)
     model.to(torch.bfloat16)
+    set_matmul(model, layers, matmul)
     _, plain = off_by_kind(model, exact, rows, length)
     set_compile(layers, True, pytest.fail, recompute_by_layer(recompute, len(layers)))
     _, compiled = off_by_kind(model, exact, rows, length)

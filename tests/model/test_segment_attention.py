@@ -63,7 +63,7 @@ def test_no_preset_makes_a_mask_of_131072_tokens_squared(name, monkeypatch):
         masks.append(attn_mask)
         return q * 1
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", kernel)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
     model = tiny_model(name, **small)
     assert use_attention(model, "auto") == "varlen"
     ids, places = torch.zeros(1, length, dtype=torch.long), torch.arange(length)[None]
@@ -98,7 +98,7 @@ def test_heads_that_are_too_many_elements_go_in_groups(monkeypatch):
 def test_what_a_kernel_of_some_heads_gets_lies_together(most, monkeypatch):
     """Queries and the gradient of the result: where all heads have exactly as many elements as are too many, too."""
     monkeypatch.setattr(attention, "_MOST_ELEMENTS", most)
-    seen, rows = [], attention._rows
+    seen, rows = [], attention.attend_rows
 
     def watched(q, k, v, *others):
         out = rows(q, k, v, *others)
@@ -106,7 +106,7 @@ def test_what_a_kernel_of_some_heads_gets_lies_together(most, monkeypatch):
         seen.append(q.is_contiguous())
         return out
 
-    monkeypatch.setattr(attention, "_rows", watched)
+    monkeypatch.setattr(attention, "attend_rows", watched)
     q, k, v = (torch.randn(1, heads, 4, 4).requires_grad_() for heads in (4, 2, 2))
     out, _ = attend(torch.nn.Module(), q, k, v, None, segments=Segments.of((0, 4), torch.device("cpu")))
     out.backward(torch.randn(out.shape))

@@ -49,11 +49,10 @@ class PackedModel:
         layers, compiled = self.decoder.layers, pick_compile(recipe, self.device)
         tile = tile_tokens(recipe) if one_by_one else 0
         set_tiles(layers, 0, say)
+        set_recompute(layers, recompute_by_layer("none", len(layers)))
+        set_compile(layers, False, say)
         self.compute_in("bf16")  # which is compared: a last bit may be another fp8 number, and that shows
         check_logits(model, self.decoder)
-        if one_by_one:
-            set_compile(layers, False, say)
-            set_recompute(layers, recompute_by_layer("none", len(layers)))
         if tile:
             self._try_layers(check_tiles)
         self.compute_in(recipe.matmul)
@@ -62,7 +61,6 @@ class PackedModel:
         if one_by_one:
             self._try_layers(leave_out_last_product)
         chosen = recompute_by_layer("none" if one_by_one else recipe.recompute, len(layers))
-        set_recompute(layers, recompute_by_layer("none", len(layers)))
         set_recompute(layers, set_compile(layers, compiled and not tile, say, chosen, forward_too=one_by_one))
         set_tiles(layers, tile, say, compiled=compiled)
         model.train()

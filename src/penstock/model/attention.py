@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from penstock.errors import ModelError
+from penstock.model.row_attention import attend_rows
 from penstock.model.segment_attention import attend_segment
 from penstock.model.sinks import flash_with_sinks
 
@@ -290,7 +290,7 @@ def attend(
 
     def some_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         if segments.alike and not windowed and sinks is None:
-            return _rows(q, k, v, segments.max_length, scale)
+            return attend_rows(q, k, v, segments.max_length, scale)
         if query.is_cuda and half and value.shape[-1] == head_dim <= _FLASH_HEAD_DIM:
             return _flash(q, k, v, segments.offsets, longest, scale, sliding_window if windowed else None, sinks)
         out: Tensor = _one_by_one(q, k, v, segments, scale, sliding_window, sinks)
@@ -346,18 +346,6 @@ def _refuse_call(module: nn.Module, mask: Tensor | None, dropout: float, kwargs:
     if asked:
         what = f"asks for what varlen attention does not do: {', '.join(asked)}"
         raise ModelError(what, where=type(module).__name__, remedy="Try --attention eager.")
-
-
-def _rows(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor:
-    """Segments of one length as a batch, for which torch has faster kernels than for segments of any length.
-
-    On an H200 cuDNN's takes 0.55 of flash attention's time, forward and backward (`benchmarks/attention.py`); torch
-    prefers it there. cuDNN's own kernel for segments was rejected: torch builds its plan anew in every call (50 ms),
-    and with fewer key than query heads its gradients are wrong.
-    """
-    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _flash(

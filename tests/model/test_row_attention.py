@@ -1,0 +1,116 @@
+"""Attention over whole rows: one operation, whose kernel sees every tensor token by token, whatever the compiler does."""
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from penstock.model import row_attention
+from penstock.model.attention import Segments, use_attention
+from penstock.model.compiled import set_compile
+from penstock.model.decoder import find_decoder
+from penstock.model.loss import packed_loss
+from penstock.model.row_attention import attend_rows
+from penstock.recipe.recipe import recompute_by_layer
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """A CPU's kernels in the place of cuDNN's, and the strides of what these were given."""
+    strides = []
+
+    def repeated(x, heads):
+        return x.repeat_interleave(heads // x.shape[1], 1)
+
+    def kernel(q, k, v, scale):
+        strides.append([x.stride() for x in (q, k, v)])
+        k, v = (repeated(x, q.shape[1]) for x in (k, v))
+        out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+        return torch.empty_like(q).copy_(out), sums.contiguous()
+
+    def backward(gradient, q, k, v, out, sums, scale):
+        strides.append([x.stride() for x in (gradient, q, k, v, out)])
+        long = (repeated(x, q.shape[1]) for x in (k, v))
+        by_q, *others = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, *long, out, sums, 0.0, True, scale=scale
+        )
+        by_k, by_v = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in others)
+        return by_q, by_k, by_v
+
+    monkeypatch.setattr(row_attention, "_kernel", kernel)
+    monkeypatch.setattr(row_attention, "_backward_kernel", backward)
+    monkeypatch.setattr(row_attention, "_is_cudnn", lambda *_: True)
+    return strides
+
+
+def by_tokens(strides):
+    """Whether the second dimension (heads) lies inside of the third (tokens)."""
+    return all(of_head < of_token for _, of_head, of_token, _ in strides)
+
+
+def gradients(model, recompute=None):
+    """Of two rows, each one example; compiled where something is computed again or nothing is."""
+    units, (rows, length) = find_decoder(model), (2, 16)
+    set_compile(units.layers, recompute is not None, pytest.fail, recompute_by_layer(recompute or "none", 2))
+    ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(0))
+    model.zero_grad()
+    packed_loss(
+        units, ids, torch.arange(length).expand(rows, -1), Segments.of((0, 16, 32), ids.device), torch.arange(31),
+        ids.flatten()[1:],
+    ).backward()  # fmt: skip
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selected", "full"])
+def test_compiled_layers_hand_over_tokens_first_and_have_the_same_gradients(monkeypatch, given, recompute):
+    monkeypatch.setattr("penstock.model.compiled._in_one_piece", lambda layer: True)  # as on a GPU
+    model = tiny_model("llama", num_hidden_layers=2)
+    use_attention(model, "auto")
+    monkeypatch.setattr(row_attention, "_is_cudnn", lambda *_: False)
+    plain = gradients(model)
+    assert not given
+    monkeypatch.setattr(row_attention, "_is_cudnn", lambda *_: True)
+    for ours, theirs in zip(gradients(model, recompute), plain, strict=True):
+        assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
+    forwards = 4 if recompute == "full" else 2
+    assert sorted(map(len, given)) == [3] * forwards + [5] * 2
+    assert all(map(by_tokens, given))
+
+
+@pytest.mark.parametrize("first", ["heads", "tokens"])
+def test_a_gradient_that_lies_otherwise_is_handed_over_tokens_first(given, first):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(24, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    gradient = torch.randn(24, 4, 8)
+    wanted = torch.autograd.grad(attend_rows(q, k, v, 12, 0.3), (q, k, v), gradient)
+    if first == "heads":
+        gradient = gradient.transpose(0, 1).contiguous().transpose(0, 1)
+    found = torch.autograd.grad(attend_rows(q, k, v, 12, 0.3), (q, k, v), gradient)
+    assert all(map(torch.equal, found, wanted))
+    assert all(map(by_tokens, given))
+
+
+def test_it_is_what_torch_computes(given):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(24, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    gradient = torch.randn(24, 4, 8, dtype=torch.float64)
+    ours = attend_rows(q, k, v, 12, 0.3)
+    rows = (x.unflatten(0, (2, 12)).transpose(1, 2) for x in (q, k, v))
+    theirs = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, scale=0.3, enable_gqa=True)
+    theirs = theirs.transpose(1, 2).flatten(0, 1)
+    torch.testing.assert_close(ours, theirs)
+    for a, b in zip(*(torch.autograd.grad(out, (q, k, v), gradient) for out in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_torchs_own_checks_of_an_operation(given):
+    q, k, v = (torch.randn(2, 12, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    torch.library.opcheck(row_attention._attend, (q, k, v, 0.3))
+
+
+def test_without_cudnn_torchs_attention_runs():
+    q, k, v = (torch.randn(24, heads, 8) for heads in (4, 2, 2))
+    assert not row_attention._is_cudnn(4, 8, 2, 8, torch.float32, torch.device("cpu"))
+    assert attend_rows(q, k, v, 12, 0.3).shape == q.shape
