@@ -61,9 +61,11 @@ train() {  # NAME SECONDS RANKS FLAGS...
     --output-dir "$RUNS/$name" --overwrite "$@" > "$OUT/$name.log" 2>&1
   local code=$?
   echo "$name: exit $code"
+  [ $code = 0 ] || tail -n 3 "$OUT/$name.log" | cut -c1-300
   [ $code = 137 ] && end_ranks "$RUNS/$name"
   rm -rf "$RUNS/$name"/model*
   tar czf "$OUT/runs.tgz" --exclude=checkpoints -C "$RUNS" .
+  return $code
 }
 
 for job in "$@"; do
@@ -93,8 +95,8 @@ for job in "$@"; do
       python3 benchmarks/ranks.py "$RUNS"/host-2 "$RUNS"/host-4 | tee "$OUT/host.txt" ;;
     streamed)
       for ranks in 2 4; do
-        train "streamed-$ranks" 120 "$ranks" --weights streamed --micro-batch-size "$((4 / ranks))" --recompute full
-        train "streamed-$ranks-again" 120 "$ranks" --weights streamed --batch-size 8 --micro-batch-size 1 --recompute full
+        train "streamed-$ranks" 120 "$ranks" --weights streamed --micro-batch-size "$((4 / ranks))" --recompute full || break
+        train "streamed-$ranks-again" 120 "$ranks" --weights streamed --batch-size 8 --micro-batch-size 1 --recompute full || break
       done
       python3 benchmarks/ranks.py "$RUNS"/streamed-* | tee "$OUT/streamed.txt" ;;
     hosts) DEVICE=cuda timeout -k 20 200 benchmarks/two_hosts.sh python3 > "$OUT/hosts.log" 2>&1; echo "hosts: exit $?"; tail -n 4 "$OUT/hosts.log" ;;

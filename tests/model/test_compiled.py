@@ -203,9 +203,7 @@ def off_by_kind(model, exact, rows, length):
 @pytest.mark.parametrize(("attention", "matmul"), [("auto", "bf16"), ("auto", "fp8"), ("sdpa", "bf16")])
 @pytest.mark.parametrize("recompute", ["none", "selected", "full", "full:1"])
 @pytest.mark.parametrize(("rows", "length"), [(1, 4096), (2, 2048)])
-def test_gpu_gradients_are_those_of_plain_layers_whatever_is_computed_again(
-    attention, matmul, recompute, rows, length
-):
+def test_gpu_gradients_are_those_of_plain_layers_whatever_is_computed_again(attention, matmul, recompute, rows, length):
     """Of shapes for which attention has fast kernels: what is computed again hands them tensors laid out otherwise."""
     shape = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2}
     torch.manual_seed(0)

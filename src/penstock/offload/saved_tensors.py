@@ -57,7 +57,7 @@ def weight_tensors(model: nn.Module, weights: Mapping[str, Tensor] | None = None
 
     `weights`: the same under the same names, where the model's own parameters are only what stands for them.
     """
-    lasting = model.state_dict().keys()
+    lasting = model.state_dict(keep_vars=True).keys()  # without: a DTensor whose rows lie elsewhere cannot be detached
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in lasting}
     found = dict(model.named_parameters()) if weights is None else weights
     return [whole(name, tensor) for name, tensor in {**found, **buffers}.items()]
