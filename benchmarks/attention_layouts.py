@@ -2,11 +2,11 @@
 
     python benchmarks/attention_layouts.py [LENGTH ...]
 
-Compiled layers that are computed again hand it queries, keys and results head by head, with a stride of 0 for the one
-row, and values and gradients token by token; all other layers hand it everything token by token. The numbers are the
-same, so the gradients should be. Free memory is filled before each call: a kernel that reads what it was not given
-would show as well. Each line has, for the gradients of queries, keys and values, how far they are from the first ones,
-and from those of flash attention.
+The numbers are the same, so the gradients should be. They are not where only the result or its gradient lies otherwise
+than in the first call: torch keeps cuDNN's plan by the strides of queries, keys and values. Compiled layers that are
+computed again hand over such a result (`penstock.model.row_attention` says more, and keeps all token by token). Each
+line has, for the gradients of queries, keys and values, how far they are from the first ones, and from those of flash
+attention.
 """
 
 import sys

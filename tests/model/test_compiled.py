@@ -182,19 +182,31 @@ def test_gpu_layers_are_compiled_in_one_piece(name):
     assert pieces == 1 or (pieces and "experts" in str(model))
 
 
-def off_by_kind(model, exact, rows, length):
-    """How far gradients are from exact ones, relative to these, by kinds of weights."""
+def step_gradients(model, rows, length):
+    """Of rows of one example each."""
     ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(0)).cuda()
     positions = torch.arange(length, device="cuda").expand(rows, -1)
     segments = Segments.of(range(0, rows * length + 1, length), torch.device("cuda"))
     model.zero_grad()
     index = torch.arange(rows * length - 1, device="cuda")
     (packed_loss(find_decoder(model), ids, positions, segments, index, ids.flatten()[1:]) / len(index)).backward()
-    found = {name: p.grad.double() for name, p in model.named_parameters()}
-    off = {name: float((g - exact.get(name, 0)).norm() / g.norm()) for name, g in found.items()}
-    return found, {
-        kind: max(off[n] for n in off if n.split(".")[-2] == kind) for kind in {n.split(".")[-2] for n in off}
-    }
+    return {name: p.grad.double() for name, p in model.named_parameters()}
+
+
+def off_by_kind(found, exact):
+    """How far gradients are from exact ones, relative to these, by kinds of weights: the worst layer's."""
+    off = {name: (g - exact[name]).norm().div(exact[name].norm()).nan_to_num(torch.inf) for name, g in found.items()}
+    kinds = {name.split(".")[-2] for name in off}
+    return {kind: float(max(off[name] for name in off if name.split(".")[-2] == kind)) for kind in kinds}
+
+
+def how_it_is_off(found, exact, kinds):
+    """For whoever looks for the cause: by which factor, and of how many rows and columns of the weight."""
+    for name, wanted in exact.items():
+        if name.split(".")[-2] in kinds and wanted.ndim == 2:
+            g, scale = found[name], float((found[name] * wanted).sum() / wanted.square().sum())
+            parts = [float(((g - wanted).norm(dim=d) > 0.3 * wanted.norm(dim=d)).double().mean()) for d in (1, 0)]
+            yield f"{name}: {scale:.3f} times the exact one; off: {parts[0]:.2f} of rows, {parts[1]:.2f} of columns"
 
 
 @pytest.mark.gpu
@@ -211,13 +223,16 @@ def test_gpu_gradients_are_those_of_plain_layers_whatever_is_computed_again(atte
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).cuda().train()
     layers = find_decoder(model).layers
     use_attention(model, attention)
-    exact, _ = off_by_kind(model, {}, rows, length)
+    exact = step_gradients(model, rows, length)
     model.to(torch.bfloat16)
     set_matmul(model, layers, matmul)
-    _, plain = off_by_kind(model, exact, rows, length)
+    plain = off_by_kind(step_gradients(model, rows, length), exact)
     set_compile(layers, True, pytest.fail, recompute_by_layer(recompute, len(layers)))
-    _, compiled = off_by_kind(model, exact, rows, length)
-    assert {kind: off for kind, off in compiled.items() if off > 1.5 * plain[kind] + 2e-3} == {}
+    for step in range(2):  # in the first one the compiler tries its tiles
+        found = step_gradients(model, rows, length)
+        off = off_by_kind(found, exact)
+        wrong = {kind for kind in off if off[kind] > 1.5 * plain[kind] + 2e-3}
+        assert not wrong, "\n".join([f"step {step}", *how_it_is_off(found, exact, wrong)])
 
 
 @pytest.mark.slow

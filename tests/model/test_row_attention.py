@@ -1,4 +1,4 @@
-"""Attention over whole rows: one operation, whose kernel sees every tensor token by token, whatever the compiler does."""
+"""Attention over whole rows is one operation, whose kernel sees tensors token by token whatever the compiler does."""
 
 import pytest
 import torch

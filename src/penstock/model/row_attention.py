@@ -31,8 +31,8 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> T
     if length > 1 and _is_cudnn(*q.shape[2:], *v.shape[2:], q.dtype, q.device):
         out: Tensor = _attend(q, k, v, scale)[0]
     else:
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
     return out.flatten(0, 1)
 
 
@@ -60,7 +60,7 @@ def _tokens_first(x: Tensor) -> Tensor:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """(rows, tokens, heads, head size) in and out, and of each head and token the logarithm of its sum."""
-    out, sums = _kernel(*map(_heads_first, (q, k, v)), scale)
+    out, sums = _kernel(_heads_first(q), _heads_first(k), _heads_first(v), scale)
     return _tokens_first(out), sums.view(q.shape[0], q.shape[2], q.shape[1])
 
 
@@ -72,9 +72,9 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tens
 def _backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = _backward_kernel(*map(_heads_first, (gradient, q, k, v, out)), sums.contiguous(), scale)
-    by_q, by_k, by_v = map(_tokens_first, found)
-    return by_q, by_k, by_v
+    gradient, q, k, v, out = map(_heads_first, (gradient, q, k, v, out))
+    by_q, by_k, by_v = _backward_kernel(gradient, q, k, v, out, sums.contiguous(), scale)
+    return _tokens_first(by_q), _tokens_first(by_k), _tokens_first(by_v)
 
 
 def _backward_shapes(
