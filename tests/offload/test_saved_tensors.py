@@ -6,7 +6,8 @@ from small_net import offload
 from torch import nn
 
 from penstock.offload.adamw import OffloadAdamW
-from penstock.offload.saved_tensors import state_tensors
+from penstock.offload.dtensors import lies_at, lies_here
+from penstock.offload.saved_tensors import state_tensors, weight_tensors
 
 HOMES = ["gpu", "stream", "host", {"gpu": 0.4, "stream": 0.3, "host": 0.3}]
 
@@ -88,3 +89,17 @@ def test_every_tensor_is_whole_and_named_after_its_parameter():
     assert found["steps"][:2] == (torch.int64, ())
     model = net(torch.float32, 0, "cpu")
     assert "0.weight.remainder" not in everything(model, OffloadAdamW(model)), "fp32 weights have none"
+
+
+def test_weights_that_stream_are_listed_without_an_operation(monkeypatch):
+    """Of ranks, they are DTensors of a GPU whose rows lie in host memory: detaching one fails."""
+    model = nn.BatchNorm1d(3)
+    at_home = {name: torch.full((3,), 7.0) for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        lies_at(parameter, at_home[name])
+    monkeypatch.setattr(nn.Parameter, "detach", lambda parameter: pytest.fail("it was touched"), raising=False)
+    found = {tensor.name: tensor for tensor in weight_tensors(model)}
+    assert found.keys() == {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+    assert all(found[name].pieces[0].data_ptr() == home.data_ptr() for name, home in at_home.items())
+    for parameter in model.parameters():
+        lies_here(parameter)
