@@ -6,6 +6,7 @@
 #   gradients  relative error by layer: one and all of llama-8b's layers with random weights, then MODEL on DATA
 #   layers     what each layer of MODEL in fp8 adds to its loss on DATA
 #   quality    MODEL, 200 steps, three seeds: demo data and DATA, all KINDS
+#   steps      compiled layers, the same step 500 times, twelve processes side by side: is a gradient ever off
 # MODEL may be a GGUF file, which is unpacked once.
 set -u
 cd "$(dirname "$0")/.."
@@ -45,6 +46,14 @@ for job in "$@"; do
         measure llama 200 llama-8b --updates after-norm --matmul $matmul --steps 8
       done ;;
     qwen) for matmul in $KINDS; do measure qwen 280 qwen3-14b --matmul $matmul --steps 5; done ;;
+    steps)
+      recomputes=(none selected full full:1)
+      for n in $(seq 12); do
+        TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) timeout 150 python3 benchmarks/compiled_steps.py fp8 "${recomputes[n % 4]}" $((n % 3 % 2 + 1)) 500 \
+          > "$OUT/steps-$n.log" 2>&1 &
+      done
+      wait
+      tail -qn 1 "$OUT"/steps-*.log | cut -c1-300 | tee "$OUT/steps.txt" ;;
     gradients)
       for work in "preset=llama-8b init=random shape=num_hidden_layers=1 max_length=4096" "preset=llama-8b init=random max_length=4096" \
         "preset=smollm2-135m model=$(unpacked) data=${DATA:-demo} max_length=2048"; do
