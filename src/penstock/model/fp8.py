@@ -12,9 +12,10 @@ the scales and their order are tested everywhere, and only the order of a sum di
 torchao's `Float8Linear` computes the same (`tests/model/test_fp8.py` compares them) and was rejected: it is a module
 put in the place of another, where FSDP2, the optimizer's units and hooks hold on to the first one, while here a module
 changes its class and stays itself; it cannot leave out a product that backward does not need (`unneeded.py`); and each
-of its versions wants a version of torch. It also has to change the compiler: where a kernel of torch 2.13 takes a
-minimum or maximum and stores fp8 transposed, what it stores may be garbage (triton-lang/triton#11111). Here no cast
-clamps. It need not: |x| * (MAX / largest) is over MAX by two roundings at most, which the cast rounds back.
+of its versions wants a version of torch. It also leaves rows and columns of a factor to one compiled kernel, which on
+Hopper may store garbage (`turned.py`).
+
+No cast clamps. It need not: |x| * (MAX / largest) is over MAX by two roundings at most, which the cast rounds back.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+
+from penstock.model.turned import turned
 
 MULTIPLE = 16
 """What both sides of a weight must be a multiple of; the number of tokens is padded to it."""
@@ -52,13 +55,12 @@ def fp8_gradients(
     narrow = _cast(rows, top, _E5M2)
     by_x = by_weight = None
     if wanted[0]:
-        down = _cast(weight, largest[1], _E4M3).t().contiguous()
+        down = turned(_cast(weight, largest[1], _E4M3))
         by_x = _multiply(narrow, down, _step(top, _E5M2), _step(largest[1], _E4M3), gradient.dtype)
         by_x = by_x[:tokens].view(x.shape)
     if wanted[1]:
-        across = _cast(_whole(x.reshape(-1, x.shape[-1])), largest[0], _E4M3).t().contiguous()
-        left = narrow.t().contiguous()
-        by_weight = _multiply(left, across, _step(top, _E5M2), _step(largest[0], _E4M3), weight.dtype)
+        across = turned(_cast(_whole(x.reshape(-1, x.shape[-1])), largest[0], _E4M3))
+        by_weight = _multiply(turned(narrow), across, _step(top, _E5M2), _step(largest[0], _E4M3), weight.dtype)
     return by_x, by_weight
 
 
