@@ -1,6 +1,7 @@
 """The engine on tiny models: micro-batches add up, bad losses change nothing, decay spares norms and biases."""
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -146,13 +147,14 @@ def example_losses(packing):
         rows = loader._rows(0)[position.row : position.row + recipe.batch_size]
         numbers = [int(i) for r in rows for i in loader.packing.row(r)]
         (batch,), position = loader.step_at(position)
-        for index in range(len(batch.boundaries) - 1):
-            start, end = batch.boundaries[index], batch.boundaries[index + 1]
-            own = (batch.target_index >= start) & (batch.target_index < end)
-            if own.any():  # padding has no targets
-                only = dataclasses.replace(batch, target_index=batch.target_index[own], targets=batch.targets[own])
-                with torch.no_grad():
-                    losses[numbers.pop(0)] = float(engine.packed.loss_sum(only) / own.sum())
+        rows = engine.packed.rows(batch)
+        with torch.no_grad():
+            hidden = engine.packed.chosen(engine.packed.hidden_states(rows), rows)
+            for start, end in itertools.pairwise(batch.boundaries):
+                own = (batch.target_index >= start) & (batch.target_index < end)
+                if own.any():  # padding has no targets
+                    loss = engine.packed.head_loss(hidden[own], batch.targets[own])
+                    losses[numbers.pop(0)] = float(loss / own.sum())
     engine.release()
     return losses
 

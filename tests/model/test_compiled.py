@@ -55,9 +55,16 @@ def test_loss_and_gradients_are_those_of_the_plain_layers(name):
     model = tiny_model(name)
     plain = gradients(model, on=False)
     assert_close(plain, gradients(model, on=True))
-    assert_close(plain, gradients(model, on=True, recompute="full"))
-    assert_close(plain, gradients(model, on=True, recompute="selected"))
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients(model, on=False), strict=True)), "it can be undone"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs_only")
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("recompute", ["full", "selected"])
+def test_what_is_computed_again_changes_nothing(name, recompute):
+    model = tiny_model(name)
+    assert_close(gradients(model, on=False), gradients(model, on=True, recompute=recompute))
 
 
 @pytest.mark.slow
