@@ -6,10 +6,10 @@ key than query heads its gradients are wrong.
 
 cuDNN's kernel is called as one operation that always hands it tensors that lie token by token. torch keeps a plan of
 backward for the shapes and strides of queries, keys and values, whatever those of the result and of its gradient are
-(`aten/src/ATen/native/cudnn/MHA.cpp`, 2.11 to 2.13): when one of these lies otherwise than it did in the first call, it
-is read wrongly, and nothing says so. The compiler lays tensors out as it likes, and does so where attention is computed
-again: gradients of queries and keys were off by 94 % (`benchmarks/attention_layouts.py`). Into an operation of ours it
-does not look.
+(`aten/src/ATen/native/cudnn/MHA.cpp`; seen with 2.11): when one of these lies otherwise than it did in the first call,
+it is read wrongly, and nothing says so. The compiler lays tensors out as it likes, and did so where attention is
+computed again: gradients of queries and keys were off by 94 % (`benchmarks/attention_layouts.py`). Into an operation
+of ours it does not look.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 _aten = torch.ops.aten
-_ASKED_TOKENS = 256
+_ASKED_TOKENS = 256  # enough for any kernel
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor:
