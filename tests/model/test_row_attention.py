@@ -50,7 +50,7 @@ def by_tokens(strides):
 
 
 def gradients(model, recompute=None):
-    """Of two rows, each one example; compiled where something is computed again or nothing is."""
+    """Of two rows, each one example. Compiled, unless `recompute` is None."""
     units, (rows, length) = find_decoder(model), (2, 16)
     set_compile(units.layers, recompute is not None, pytest.fail, recompute_by_layer(recompute or "none", 2))
     ids = torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ SHAPES = [(4, 1), (16, 48), (128, 128), (400, 272), (132, 500)]
 
 
 def any_bytes(rows, columns, device="cpu"):
-    """Those of numbers that are none among them."""
+    """NaN among them."""
     drawn = torch.randint(256, (rows, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(rows))
     return drawn.to(device).view(torch.float8_e4m3fn)
 
