@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from penstock.model.turned import turned
+from penstock.model.turned import cast_both, cast_columns, turned
 
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+OPERATION = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
 SHAPES = [(4, 1), (16, 48), (128, 128), (400, 272), (132, 500)]
 
 
@@ -20,11 +22,40 @@ def assert_turned(found, x):
     assert torch.equal(found.view(torch.uint8), x.view(torch.uint8).t())
 
 
+def wide_numbers(rows, columns, dtype=torch.bfloat16, device="cpu"):
+    """Of all sizes that fp8 numbers have and smaller ones, in other places than those of one after the other."""
+    generator = torch.Generator().manual_seed(columns)
+    drawn = torch.randn(rows, columns, generator=generator) * 2.0 ** -torch.randint(
+        24, (rows, columns), generator=generator
+    )
+    return drawn.to(dtype).to(device)
+
+
+def assert_cast(x, dtype):
+    """By rows and by columns as torch casts."""
+    rate = torch.finfo(dtype).max / x.abs().amax().float()
+    wanted = (x.float() * rate).to(dtype)
+    rows, columns = cast_both(x, rate, dtype)
+    assert rows.is_contiguous()
+    assert torch.equal(rows.view(torch.uint8), wanted.view(torch.uint8))
+    for found in (columns, cast_columns(x, rate, dtype)):
+        assert_turned(found, wanted)
+
+
 @pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (0, 16)])
 def test_rows_become_columns(rows, columns):
     x = any_bytes(rows, columns)
     assert_turned(turned(x), x)
     torch.library.opcheck(turned, (x.view(torch.uint8),))
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_they_are_cast_on_the_way(dtype):
+    x = wide_numbers(400, 272)
+    assert_cast(x, dtype)
+    assert_cast(x.t().contiguous().t(), dtype)
+    for cast in (cast_columns, cast_both):
+        torch.library.opcheck(cast, (x, torch.tensor(2.0), dtype), test_utils=OPERATION)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, Triton runs there")
@@ -34,19 +65,44 @@ def test_the_kernel_in_tritons_interpreter(rows, columns):
 
     x = any_bytes(rows, columns)
     found = torch.empty(columns, rows, dtype=x.dtype)
-    launch_turn(x.view(torch.uint8), found.view(torch.int32))
+    launch_turn(x, found)
     assert_turned(found, x)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, Triton runs there")
+@pytest.mark.parametrize("dtype", FP8)
+def test_the_kernel_casts_in_tritons_interpreter(dtype):
+    from penstock.model.turned_kernel import launch_turn
+
+    wanted = any_bytes(132, 500).view(dtype)
+    wanted = torch.where(wanted.float().isfinite(), wanted.float(), 0).to(dtype)
+    x, rate = wanted.bfloat16() / 4, torch.tensor(4.0)  # which nothing rounds: the interpreter would cut off
+    rows, columns = torch.empty(132, 500, dtype=dtype), torch.empty(500, 132, dtype=dtype)
+    launch_turn(x, columns, rate, rows)
+    assert_turned(columns, wanted)
+    assert torch.equal(rows.view(torch.uint8), wanted.view(torch.uint8))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", FP8)
 @pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (0, 16), (16384, 4096), (4096, 14336)])
 def test_gpu_rows_become_columns(rows, columns, dtype):
     x = any_bytes(rows, columns, "cuda").view(dtype)
     assert_turned(turned(x), x)
     other = x.t().contiguous().t()  # the same numbers, which lie otherwise
     assert_turned(turned(other), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (16384, 4096)])
+def test_gpu_they_are_cast_on_the_way(rows, columns, dtype, wide):
+    x = wide_numbers(rows, columns, wide, "cuda")
+    assert_cast(x, dtype)
+    assert_cast(x.t().contiguous().t(), dtype)
 
 
 @pytest.mark.gpu

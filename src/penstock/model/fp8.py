@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from penstock.model.turned import turned
+from penstock.model.turned import cast_both, cast_columns, turned
 
 MULTIPLE = 16
 """What both sides of a weight must be a multiple of; the number of tokens is padded to it."""
@@ -52,15 +52,18 @@ def fp8_gradients(
     """Of the product by `x` and by `weight`, as far as they are wanted. `largest`: as `fp8_largest` gives it."""
     rows, tokens = _whole(gradient.reshape(-1, gradient.shape[-1])), gradient.numel() // gradient.shape[-1]
     top = _largest(rows)
-    narrow = _cast(rows, top, _E5M2)
     by_x = by_weight = None
+    if wanted[1]:
+        narrow, columns = cast_both(rows, _rate(top, _E5M2), _E5M2)
+    else:
+        narrow = _cast(rows, top, _E5M2)
     if wanted[0]:
-        down = turned(_cast(weight, largest[1], _E4M3))
+        down = cast_columns(weight, _rate(largest[1], _E4M3), _E4M3)
         by_x = _multiply(narrow, down, _step(top, _E5M2), _step(largest[1], _E4M3), gradient.dtype)
         by_x = by_x[:tokens].view(x.shape)
     if wanted[1]:
         across = turned(_cast(_whole(x.reshape(-1, x.shape[-1])), largest[0], _E4M3))
-        by_weight = _multiply(turned(narrow), across, _step(top, _E5M2), _step(largest[0], _E4M3), weight.dtype)
+        by_weight = _multiply(columns, across, _step(top, _E5M2), _step(largest[0], _E4M3), weight.dtype)
     return by_x, by_weight
 
 
@@ -101,7 +104,11 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _cast(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
-    return (x.float() * (torch.finfo(dtype).max / largest)).to(dtype)
+    return (x.float() * _rate(largest, dtype)).to(dtype)
+
+
+def _rate(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.finfo(dtype).max / largest
 
 
 def _step(largest: Tensor, dtype: torch.dtype) -> Tensor:

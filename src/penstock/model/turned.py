@@ -5,9 +5,11 @@ backward needs by columns. The compiler would store both from one kernel, and on
 be garbage: the assembler that Triton brings (ptxas 12.9) has it read memory that the kernel never wrote
 (triton-lang/triton#11111; pytorch/pytorch#188841, where every fourth column of a gradient was zero). It shows now and
 then: in one of 36 tests of ours the gradients of two weights were off by 59 %, as they are with a quarter of the tokens
-missing. Neither a kernel that stores integers nor one that stores once was found to do that; this one does both.
+missing. Neither a kernel that stores once was found to do that nor one that stores integers. This one stores integers,
+and columns as numbers of 32 bits, with four rows in each.
 
-It moves four rows at once, as numbers of 32 bits.
+It casts as well, where what is cast lies in memory: it is read once instead of twice. An input that the compiler
+computes again in backward is not written to memory, so that the compiler casts it.
 """
 
 from __future__ import annotations
@@ -18,21 +20,43 @@ from torch import Tensor
 
 def _turned(x: Tensor) -> Tensor:
     assert x.itemsize == 1, f"{x.dtype} has more than a byte"
+    return _columns(x, x.dtype)
+
+
+def _cast_columns(x: Tensor, rate: Tensor, dtype: torch.dtype) -> Tensor:
+    return _columns(x, dtype, rate)
+
+
+def _cast_both(x: Tensor, rate: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return rows, _columns(x, dtype, rate, rows)
+
+
+def _columns(x: Tensor, dtype: torch.dtype, rate: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
     assert x.shape[0] % 4 == 0, f"{x.shape[0]} rows are no multiple of four"
     if not x.is_cuda:
-        return x.t().clone(memory_format=torch.contiguous_format)  # a view of one column would be the input itself
+        narrow = x if rate is None else (x.float() * rate).to(dtype)
+        if rows is not None:
+            rows.copy_(narrow)
+        return narrow.t().clone(memory_format=torch.contiguous_format)  # a view of one column would be the input itself
     from penstock.model.turned_kernel import launch_turn
 
-    columns = _shaped(x)
+    columns = x.new_empty(x.shape[1], x.shape[0], dtype=dtype)
     if x.numel():
-        launch_turn(x.contiguous().view(torch.uint8), columns.view(torch.int32))
+        launch_turn(x.contiguous(), columns, rate, rows)
     return columns
-
-
-def _shaped(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[1], x.shape[0])
 
 
 turned = torch.library.custom_op("penstock::turned", _turned, mutates_args=())
 """A matrix of bytes, transposed; in memory too. Its number of rows is a multiple of four."""
-turned.register_fake(_shaped)
+turned.register_fake(lambda x: x.new_empty(x.shape[1], x.shape[0]))
+
+cast_columns = torch.library.custom_op("penstock::cast_columns", _cast_columns, mutates_args=())
+"""A matrix times `rate`, a number in fp32, cast to a type of one byte, and then as `turned`."""
+cast_columns.register_fake(lambda x, rate, dtype: x.new_empty(x.shape[1], x.shape[0], dtype=dtype))
+
+cast_both = torch.library.custom_op("penstock::cast_both", _cast_both, mutates_args=())
+"""The same by rows and by columns."""
+cast_both.register_fake(
+    lambda x, rate, dtype: (x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[1], x.shape[0], dtype=dtype))
+)

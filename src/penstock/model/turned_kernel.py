@@ -2,35 +2,69 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 128
-"""Rows and columns of one program: a row of it is what the memory gives at once."""
+TILE = {"ROWS": 128, "COLUMNS": 128, "num_warps": 8}
+"""What one program moves: a row and a column of it are what the memory gives and takes at once."""
+_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 @triton.jit
-def _row(source, row, column, rows, columns):  # type: ignore[no-untyped-def]
-    inside = (row[:, None] < rows) & (column[None, :] < columns)
-    return tl.load(source + row[:, None] * columns + column[None, :], mask=inside, other=0).to(tl.int32)
+def _byte(source, rate, kept, row, column, words, columns, TYPE: tl.constexpr, KEEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    inside = (row[:, None] < 4 * words) & (column[None, :] < columns)
+    at = row[:, None] * columns + column[None, :]
+    number = tl.load(source + at, mask=inside, other=0)
+    if TYPE is not None:
+        number = (number.to(tl.float32) * rate).to(TYPE).to(tl.uint8, bitcast=True)
+    if KEEP:
+        tl.store(kept + at, number, mask=inside)
+    return number.to(tl.int32)
 
 
 @triton.jit
-def _turn(source, target, rows, columns, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    across = tl.cdiv(columns, TILE)
-    four = (tl.program_id(0) // across).to(tl.int64) * (TILE // 4) + tl.arange(0, TILE // 4)
-    column = (tl.program_id(0) % across).to(tl.int64) * TILE + tl.arange(0, TILE)
-    words = _row(source, 4 * four, column, rows, columns)
-    words |= _row(source, 4 * four + 1, column, rows, columns) << 8
-    words |= _row(source, 4 * four + 2, column, rows, columns) << 16
-    words |= _row(source, 4 * four + 3, column, rows, columns) << 24
-    inside = (column[:, None] < columns) & (4 * four[None, :] < rows)
-    tl.store(target + column[:, None] * (rows // 4) + four[None, :], tl.trans(words), mask=inside)
+def _turn(  # type: ignore[no-untyped-def]
+    source, rate, kept, target, words, columns,
+    TYPE: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(columns, COLUMNS)
+    word = (tl.program_id(0) // across).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    column = (tl.program_id(0) % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    if TYPE is not None:
+        rate = tl.load(rate)
+    four = _byte(source, rate, kept, 4 * word, column, words, columns, TYPE, KEEP)
+    four |= _byte(source, rate, kept, 4 * word + 1, column, words, columns, TYPE, KEEP) << 8
+    four |= _byte(source, rate, kept, 4 * word + 2, column, words, columns, TYPE, KEEP) << 16
+    four |= _byte(source, rate, kept, 4 * word + 3, column, words, columns, TYPE, KEEP) << 24
+    inside = (column[:, None] < columns) & (word[None, :] < words)
+    tl.store(target + column[:, None] * words + word[None, :], tl.trans(four), mask=inside)
 
 
-def launch_turn(source: Tensor, target: Tensor) -> None:
-    """Bytes of (rows, columns) to words of (columns, rows / 4), on the current stream."""
+def launch_turn(
+    source: Tensor,
+    target: Tensor,
+    rate: Tensor | None = None,
+    kept: Tensor | None = None,
+    tile: dict[str, int] | None = None,
+) -> None:
+    """Columns of (rows, columns) to `target`, which has them as rows, on the current stream.
+
+    With `rate`: of what they are multiplied with it and cast to the type of `target`; that itself to `kept`, too.
+    """
     rows, columns = source.shape
-    programs = triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
-    _turn[(programs,)](source, target, rows, columns, TILE=TILE, num_warps=8, enable_fp_fusion=False)
+    tile = tile or TILE
+    programs = triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(columns, tile["COLUMNS"])
+    _turn[(programs,)](
+        source if rate is not None else source.view(torch.uint8),
+        rate,
+        None if kept is None else kept.view(torch.uint8),
+        target.view(torch.int32),
+        rows // 4,
+        columns,
+        TYPE=None if rate is None else _TYPES[target.dtype],
+        KEEP=kept is not None,
+        enable_fp_fusion=False,
+        **tile,
+    )
