@@ -26,10 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from penstock.model.turned import cast_both, cast_columns, turned
+from penstock.model.turned import MULTIPLE, cast_both, cast_columns, turned
 
-MULTIPLE = 16
-"""What both sides of a weight must be a multiple of; the number of tokens is padded to it."""
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _TINY = 1e-30
 """A tensor with nothing larger is cast as it is, to zeros: its scale would be infinite."""
@@ -124,6 +122,6 @@ def _multiply(
 
 
 def _whole(rows: Tensor) -> Tensor:
-    """Rows with zeros after them up to a multiple of sixteen: the weight's gradient sums over tokens."""
+    """Rows with zeros after them up to a multiple of MULTIPLE: the weight's gradient sums over tokens."""
     missing = -len(rows) % MULTIPLE
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows

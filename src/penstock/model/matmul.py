@@ -18,8 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from penstock.errors import ModelError, RecipeError, counted
 from penstock.model.decoder import find_decoder
 from penstock.model.flops import flops_per_token, num_experts
-from penstock.model.fp8 import MULTIPLE, Fp8Linear
+from penstock.model.fp8 import Fp8Linear
 from penstock.model.load_rows import build_on_meta
+from penstock.model.turned import MULTIPLE
 from penstock.recipe.recipe import Recipe, fp8_layers
 
 FIRST_CAPABILITY = (8, 9)
