@@ -2,7 +2,9 @@
 
     python benchmarks/ranks.py RUN...
 
-Each rank measures its own memory; what is shown is the first one's. A JSON object a run follows the table.
+Each rank measures its own memory; the first one's is shown. Ranks that share a GPU share its speed and its link,
+which the plan does not know: layers that stream are planned with the homes that their state has in the run. A JSON
+object a run follows the table.
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.bench.this_machine import this_machine
 from penstock.checkpoint.run_dir import run_recipe
+from penstock.plan.predict import Plan
 from penstock.plan.report import limited, make_plan
+from penstock.plan.split import Split
 
 WARM_UP = 3
 
@@ -29,6 +34,7 @@ def row(run: Path) -> dict[str, object]:
     timeline, ranks = read(run, "timeline"), json.loads((run / "ranks.json").read_text())["ranks"]
     recipe = run_recipe(run)
     plan = make_plan(recipe, limited(this_machine(remeasure=False, say=lambda _: None), recipe), ranks)
+    plan = with_homes(plan, read(run, "placement"))
     taken: dict[str, float] = {}
     for use in read(run, "memory"):
         taken[use["place"]] = taken.get(use["place"], 0.0) + use["num_bytes"] / 1e9
@@ -46,6 +52,22 @@ def row(run: Path) -> dict[str, object]:
         "host_planned_gb": round(plan.peak_bytes("host") / 1e9, 2),
         "lanes_s": {lane: round(seconds, 4) for lane, seconds in sorted(busy.items())},
     }
+
+
+def with_homes(plan: Plan, placement: list[dict[str, object]]) -> Plan:
+    away = plan.streamed_split
+    if away is None:
+        return plan
+    state = {"stream": 0, "host": 0}
+    for unit in placement:
+        if "layers." in unit["unit"]:
+            state[unit["home"]] += unit["num_bytes"]
+    share = state["stream"] / sum(state.values())
+    num_params = away.stream + away.host
+    now = Split(0.0, share * num_params, (1 - share) * num_params, 0.0)
+    rest = plan.split.stream - away.stream, plan.split.host - away.host
+    split = replace(plan.split, stream=rest[0] + now.stream, host=rest[1] + now.host)
+    return replace(plan, split=split, streamed_split=now)
 
 
 def line(one: dict[str, object]) -> str:

@@ -239,13 +239,15 @@ def unit_bytes(sizes: Sequence[int], weight_bytes: int) -> int:
     return sum(padded(size * weight_bytes) for size in sizes)
 
 
-def unit_buffers(units: Sequence[Sequence[int]], weight_bytes: int, *, place: Place = "gpu") -> list[Buffer]:
+def unit_buffers(
+    units: Sequence[Sequence[int]], weight_bytes: int, *, place: Place = "gpu", slots: int = UNIT_SLOTS
+) -> list[Buffer]:
     """Of units that stream, each given by the elements of its parameters: where they lie, and where they compute."""
     if not units:
         return []
     sizes = [unit_bytes(unit, weight_bytes) for unit in units]
-    slots = min(UNIT_SLOTS, len(units)) * max(sizes)
-    return [Buffer("unit slots", place, slots), Buffer("streamed weights", "host", sum(sizes))]
+    found = [Buffer("unit slots", place, min(slots, len(units)) * max(sizes))] if slots else []
+    return [*found, Buffer("streamed weights", "host", sum(sizes))]
 
 
 def parked_bytes(layers: int, rows: int, row_elements: int, item_bytes: int) -> int:

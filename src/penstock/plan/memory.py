@@ -48,6 +48,8 @@ class Work:
     """Micro-batches that these rows are. Their gradients add up, and each, and each tile, casts the weights to fp8."""
     sum_bytes: int = 4
     """Of a gradient's element while those of micro-batches add up."""
+    streams: bool = False
+    """Weights come from host memory."""
 
     @property
     def tokens(self) -> int:
@@ -68,6 +70,7 @@ def work_of(job: Job, settings: Settings, gpus: int = 1) -> Work:
     return Work(
         min(s.micro_batch, rows), job.length, s.recompute, job.attention, job.dtype_bytes, job.compiled,
         s.tile, s.every, job.matmul, sum_bytes=4 if job.accumulate_dtype == "fp32" else job.dtype_bytes,
+        streams=s.streamed > 0,
     )  # fmt: skip
 
 
@@ -111,9 +114,9 @@ def peaks(a: Architecture, work: Work, gpus: int = 1) -> Peaks:
     """Walk through forward, the loss and backward, and take the highest point. Of a gradient each GPU keeps a share.
 
     Of several GPUs each holds whole units for a moment, beside its shares, as FSDP2 does: the head and the buffer that
-    it was gathered in while the loss is computed; a layer, the next one that is being gathered, and gradients of the
-    one before that are being reduced; the embedding's gradient and the buffer that it is reduced in at the end, or,
-    if it is the head too, also its weight and both gradients of it.
+    it was gathered in while the loss is computed; a layer, the next one that is being gathered, where weights stream
+    its own rows of that, and gradients of the one before that are being reduced; the embedding's gradient and the
+    buffer that it is reduced in at the end, or, if it is the head too, also its weight and both gradients of it.
     """
     b, h = work.dtype_bytes, a.hidden
     whole, chosen = saved_in_layer(a, work), work.recompute_by_layer(a)
@@ -124,6 +127,7 @@ def peaks(a: Architecture, work: Work, gpus: int = 1) -> Peaks:
     table = float(b * a.vocab * h)
     head = table if not a.tied else 0.0
     at_head, around, at_end = (2 * table, 3 * layer_gradients, (4 if a.tied else 2) * table) if gpus > 1 else (0.0,) * 3
+    around += layer_gradients / gpus if gpus > 1 and work.streams else 0.0
 
     at_loss = sum(saved) + loss_bytes(a, work) + at_head
     dropped = kept = at_loss

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from penstock.machine.known import Machine
 from penstock.plan.job import Crossing, Job, Settings
-from penstock.plan.layout import UNIT_SLOTS, layer_parameters, unit_bytes
+from penstock.plan.layout import layer_parameters, unit_bytes
 from penstock.plan.memory import Peaks
 from penstock.plan.split import Manner, ModelBytes, Rates, Room, Split, streamed_share
 
@@ -48,11 +48,10 @@ class StreamedRows:
         return replace(found, kept_bytes=kept)
 
     def rest(self, room: Room, machine: Machine) -> Room:
-        """What they leave of both memories: rows that come in; arenas, state, and gradients that wait for the norm."""
+        """What arenas, state, and gradients that wait for the norm leave of both memories."""
         landings = self.num_params * self.weight_bytes if machine.has_gpu and not self.manner.in_backward else 0.0
-        on_gpu = min(UNIT_SLOTS, self.num_units) * self.unit_bytes
         on_host = self.num_units * self.unit_bytes + self.num_params * self.state_bytes + landings
-        return room.less(on_gpu + on_host) if machine.one_memory else room.less(on_gpu, on_host)
+        return room.less(on_host) if machine.one_memory else room.less(0.0, on_host)
 
     def split(self, shares: dict[str, float], rates: Rates, hidden_seconds: float) -> Split:
         """Homes of their state: as they are named, or as the engine chooses them."""

@@ -19,6 +19,7 @@ from penstock.plan.job import Crossing, Job, Seconds, Settings, weights_word
 from penstock.plan.layout import (
     FORMATS,
     STREAM_QUEUE,
+    UNIT_SLOTS,
     Buffer,
     Chunk,
     HomeName,
@@ -178,10 +179,10 @@ class Plan:
         return found
 
     def _away(self, device: Place) -> list[Buffer]:
-        """Weights that stream with their slots, and parked inputs."""
+        """Weights that stream, with their slots on one GPU, and parked inputs."""
         a, b, settings = self.job.architecture, self.job.dtype_bytes, self.settings
         layer = [-(-p.size // self.gpus) for p in layer_parameters(a)]
-        found = unit_buffers([layer] * settings.streamed, b, place=device)
+        found = unit_buffers([layer] * settings.streamed, b, place=device, slots=UNIT_SLOTS if self.gpus == 1 else 0)
         if settings.by_layer and settings.parks:
             rows = self.rows if settings.order == "layers" else settings.micro_batch
             count = -(-a.layers // settings.every)
