@@ -6,7 +6,10 @@ import pytest
 
 from penstock.machine.known import MACHINES
 from penstock.plan.job import Job, Settings
+from penstock.plan.layout import layer_parameters
+from penstock.plan.memory import peaks, work_of
 from penstock.plan.predict import predict
+from penstock.plan.split import Split
 from penstock.recipe.presets import ARCHITECTURES, PRESETS
 
 
@@ -44,6 +47,32 @@ def test_memory_is_where_rows_lie():
     assert buffers["streamed weights"].num_bytes == pytest.approx(layers, rel=0.01)
     assert buffers["weights"].num_bytes == pytest.approx(2 * 2 * a.vocab * a.hidden / 4, rel=0.01)
     assert "streamed weights" not in {b.name for b in resident.buffers}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "rows", "micro_batch", "taken"), [(2, 4, 2, 12.85), (2, 8, 1, 17.97), (4, 4, 1, 9.23), (4, 8, 1, 10.62)]
+)
+def test_memory_is_what_ranks_took_on_an_h200(gpus, rows, micro_batch, taken):
+    """benchmarks/results/2026-11-18-h200/ranks/streamed.txt; state of layers was on the host."""
+    eight = replace(ARCHITECTURES[PRESETS["llama-8b"].model], layers=8)
+    job = Job(eight, rows, 4096, compiled=True, weights="auto")
+    plan = predict(job, Settings("fp32", micro_batch, "full", streamed=8), MACHINES["h200"], gpus)
+    away = plan.streamed_split
+    params = away.stream + away.host
+    split = replace(plan.split, stream=plan.split.stream - away.stream, host=plan.split.host - away.host + params)
+    plan = replace(plan, split=split, streamed_split=Split(0.0, 0.0, params, 0.0))
+    assert plan.peak_bytes("gpu") == pytest.approx(taken * 1e9, rel=0.005)
+
+
+def test_rows_come_where_a_layer_is_gathered():
+    """Beside three whole layers, where those are more than what the loss takes."""
+    job = Job(replace(ARCHITECTURES[PRESETS["llama-8b"].model], vocab=1000), 4, 256, compiled=True, weights="auto")
+    stays, comes = (work_of(job, Settings("fp32", 1, "full", streamed=count), 4) for count in (0, 32))
+    a, layer = job.architecture, 2 * sum(p.size for p in layer_parameters(job.architecture))
+    assert peaks(a, comes, 4).activation_bytes == peaks(a, stays, 4).activation_bytes + layer / 4
+    assert peaks(a, comes, 1) == peaks(a, stays, 1)
+    assert "unit slots" not in {b.name for b in plan_of("llama-8b", 32).buffers}
+    assert "unit slots" in {b.name for b in plan_of("llama-8b", 32, gpus=1).buffers}
 
 
 @pytest.mark.parametrize("machine", ["gb10", "mi300a"])

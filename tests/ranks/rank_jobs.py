@@ -426,7 +426,7 @@ def dealt_without_memory(preset, shares, chunk_size, streamed=0, away=0.0):
         there = deal_away([chunk for w in wholes if w.parameter in gone for chunk in cut(w, chunk_size)], away)
         dealt = {name: here[name] + there[name] for name in here}
         buffers = state_buffers(dealt, on_gpu=True, streamed=gone, in_backward=False)
-        buffers += unit_buffers([[local(p).numel() for p in unit] for unit in units], 2)
+        buffers += unit_buffers([[local(p).numel() for p in unit] for unit in units], 2, slots=0)
         return {(buffer.place, buffer.name): buffer.num_bytes for buffer in buffers}
 
 
