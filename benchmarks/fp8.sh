@@ -38,7 +38,7 @@ PYTHON
 
 for job in "$@"; do
   case $job in
-    tests) timeout 200 python3 -m pytest -q -m gpu -p no:cacheprovider tests/model/test_fp8.py tests/engine/test_fp8.py > "$OUT/fp8-tests.log" 2>&1
+    tests) timeout 200 python3 -m pytest -q -m gpu -p no:cacheprovider tests/model/test_fp8.py tests/model/test_turned.py tests/model/test_compiled.py tests/engine/test_fp8.py > "$OUT/fp8-tests.log" 2>&1
       echo "tests: exit $?"; tail -n 8 "$OUT/fp8-tests.log" ;;
     four) matmul=fp8; measure four 150 llama-8b --shape num_hidden_layers=4 --batch-size 2 --micro-batch-size 1 --recompute none \
       --matmul fp8 --updates after-norm --steps 3 ;;

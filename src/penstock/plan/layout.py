@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal, TypeVar
 
@@ -223,7 +223,8 @@ def cut(whole: Chunk, chunk_size: int) -> list[Chunk]:
     step = whole.format.whole_blocks(chunk_size)
     if 0 < whole.size <= step:
         return [whole]
-    return [replace(whole, start=at, size=min(step, whole.size - at)) for at in range(0, whole.size, step)]
+    same = whole.format, whole.weight_bytes, whole.offset
+    return [Chunk(whole.parameter, at, min(step, whole.size - at), *same) for at in range(0, whole.size, step)]
 
 
 def model_buffers(
