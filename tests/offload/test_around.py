@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -235,6 +237,34 @@ def test_an_optimizer_may_be_dropped_in_the_midst_of_anothers_step():
         optimizer.close()
     finally:
         gc.set_threshold(*thresholds)
+
+
+DROPPED_LAST = """
+import sys, torch
+from penstock.offload import dropped
+
+class Optimizer: pass
+class Home:
+    def close(self):
+        product = torch.ones(1000, 1000)
+        for _ in range(40):
+            product = product @ product
+
+dropped.wait_for_dropped()
+optimizer = Optimizer()
+dropped.when_dropped(optimizer, [Home()], [])
+del optimizer
+sys.exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_drops_its_optimizer_last_ends_as_it_would():
+    """Its thread is in the midst of a product, and would be ended there: by SIGABRT, with all that was to be told."""
+    ended = subprocess.run(
+        [sys.executable, "-c", DROPPED_LAST], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (3, "")
 
 
 def test_two_optimizers_of_the_same_parameters_are_refused():

@@ -5,10 +5,14 @@ what it waits for may be held by the very call that it has interrupted. It leave
 
 A `__del__` was rejected: by then threads and weak references of what is dropped may be gone. So `weakref.finalize`
 keeps the homes alive, and nothing that leads back to the model, which may hold its optimizer.
+
+At the end of the program the thread is waited for: Python ends threads wherever they are, which C++ answers by ending
+the process with SIGABRT, whatever its exit code was.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
@@ -32,7 +36,8 @@ class _Note:
 
 
 MOST_SECONDS = 60.0
-"""That a new optimizer waits for: where the device has failed, what was dropped never comes to an end."""
+"""That a new optimizer or the end of the program waits for: where the device has failed, what was dropped never comes
+to an end."""
 _NOTES: queue.SimpleQueue[_Note] = queue.SimpleQueue()
 _HOOKS: list[RemovableHandle] = []
 _THREADS: list[threading.Thread] = []
@@ -67,10 +72,18 @@ def wait_for_dropped() -> None:
     Not by the thread: the model might be running.
     """
     if not any(thread.is_alive() for thread in _THREADS):  # the first time, or in a child after a fork
+        if not _THREADS:
+            atexit.register(_wait)
         _THREADS.append(threading.Thread(target=_give_back, name="penstock-dropped", daemon=True))
         _THREADS[-1].start()
-    note = _Note()
-    _NOTES.put(note)
-    note.done.wait(MOST_SECONDS)
+    _wait()
     while _HOOKS:
         _HOOKS.pop().remove()
+
+
+def _wait() -> None:
+    """Until all that was dropped before has been given back."""
+    note = _Note()
+    _NOTES.put(note)
+    if any(thread.is_alive() for thread in _THREADS):  # or it is a child after a fork, which has none
+        note.done.wait(MOST_SECONDS)
