@@ -59,8 +59,10 @@ def with_homes(plan: Plan, placement: list[dict[str, object]]) -> Plan:
     if away is None:
         return plan
     state = {"stream": 0, "host": 0}
+    layers = plan.job.architecture.layers
+    streamed = [f"layers.{number}" for number in range(layers - plan.settings.streamed, layers)]
     for unit in placement:
-        if "layers." in unit["unit"]:
+        if unit["unit"].endswith(tuple(streamed)):
             state[unit["home"]] += unit["num_bytes"]
     share = state["stream"] / sum(state.values())
     num_params = away.stream + away.host

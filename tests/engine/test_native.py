@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.data.loader import Position, prepare
-from penstock.engine.native import NativeEngine, decay_groups
+from penstock.engine.native import NativeEngine, decay_groups, out_of_memory
 from penstock.engine.trial import full_batch
 from penstock.errors import DoesNotFit
 from penstock.model.load import load_config, load_model, load_tokenizer
@@ -175,6 +175,7 @@ def test_out_of_memory_names_the_largest_parts_and_what_to_change(monkeypatch):
     assert flags == ["--homes", "--micro-batch-size", "--recompute", *streamed, "--states", "--max-length"]
     assert caught.value.exit_code == 3
     engine.release()
+    assert "--weights" not in out_of_memory({}, tiny("llama-8b", mode="zerooffload"), 1).remedy, "which it refuses"
 
 
 def test_out_of_memory_does_not_count_weights_that_stream(monkeypatch):

@@ -207,6 +207,14 @@ def test_a_streamed_run_goes_on_resident_and_the_other_way_round(device):
             one.drop_weights()
 
 
+@pytest.mark.parametrize(("count", "slots"), [("1", 1), ("streamed", 2)])
+def test_there_are_no_more_slots_than_layers_that_stream(count, slots):
+    engine = build(recipe_of(weights=count, order="layers"))
+    weights = engine._weights
+    assert weights.slot_bytes == slots * weights.num_bytes / len(weights._layers)
+    engine.release()
+
+
 def test_answers_and_evaluations_pass_through_the_same_slots():
     """Without gradients, in any order, also after the engine has given its state back."""
     recipe = recipe_of(rows=4)

@@ -3,11 +3,12 @@ import torch
 from small_net import Net
 from torch import nn
 
+from penstock.offload import placing
 from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.placing import _bytes_after, _requirements, place, placement_for, smaller_formats
 from penstock.offload.trained import find_trained
-from penstock.plan.layout import FORMATS
-from penstock.plan.split import PREFETCH_SHARE, Manner, Profile, Requirements
+from penstock.plan.layout import DEFAULT_CHUNK, FORMATS, Chunk, cut
+from penstock.plan.split import PREFETCH_SHARE, Manner, ModelBytes, Profile, Rates, Requirements, requirements
 
 MIX = {"gpu": 0.4, "stream": 0.3, "host": 0.3}
 AFTER_NORM = Manner(in_backward=False)
@@ -96,3 +97,33 @@ def test_an_empty_shard_has_no_chunk():
         placement = place(trained, FORMATS["int8"], homes, Profile(), AFTER_NORM)
         chunks = [chunk for own in placement.chunks.values() for chunk in own]
         assert [(chunk.parameter, chunk.start, chunk.size) for chunk in chunks] == [(0, 0, 7), (2, 0, 300)]
+
+
+class OnGpu:
+    """A GPU that is not there, with room for all resident state and `spare` bytes."""
+
+    device, sharded = torch.device("cuda"), False
+
+    def __init__(self, monkeypatch, need, spare):
+        free = int(need.kept_bytes + need.num_params * need.state_bytes) + placing.gpu_reserve(34 * 10**9) + spare
+        monkeypatch.setattr(placing, "gpu_room", lambda _: (free, 34 * 10**9))
+        monkeypatch.setattr(placing, "available_host_bytes", lambda: 10**12)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
+
+
+@pytest.mark.parametrize(("spare", "all_resident"), [(10**7, False), (10**9, True)])
+def test_slots_of_what_streams_are_made_even_if_all_else_is_resident(monkeypatch, spare, all_resident):
+    whole, streamed = (Chunk(index, 0, 500_000_000, FORMATS["fp32"], 2) for index in range(2))
+    model = ModelBytes(whole.size, 10.0, 2.0)
+    need = requirements(model, Profile(20e9, 20e9 + 2 * whole.size), AFTER_NORM, 1.0, None)
+    gpu, away = OnGpu(monkeypatch, need, spare), {"gpu": [], "stream": cut(streamed, DEFAULT_CHUNK), "host": []}
+    found = placing._choose(need, gpu, [whole], Profile(), AFTER_NORM, lambda: Rates(5e10, 3e9), None, away)
+    assert (not found["stream"] and not found["host"]) == all_resident
+
+
+def test_a_rank_may_have_nothing_of_the_first_parameter_that_streams():
+    wholes = [Chunk(index, 0, size, FORMATS["int8"], 2) for index, size in enumerate((0, 500_000))]
+    rates = lambda: Rates(5e10, 3e9)  # noqa: E731
+    found = placing._deal_away(wholes, "auto", torch.device("cuda"), Profile(), AFTER_NORM, rates, None)
+    assert sum(chunk.size for chunks in found.values() for chunk in chunks) == 500_000

@@ -6,9 +6,11 @@ import pytest
 
 from penstock.machine.known import MACHINES
 from penstock.plan.job import Job, Settings
-from penstock.plan.layout import layer_parameters
+from penstock.plan.layout import FORMATS, Chunk, layer_parameters
 from penstock.plan.memory import peaks, work_of
 from penstock.plan.predict import predict
+from penstock.plan.shares import by_unit
+from penstock.plan.solve import fitting
 from penstock.plan.split import Split
 from penstock.recipe.presets import ARCHITECTURES, PRESETS
 
@@ -37,6 +39,34 @@ def test_weights_come_for_forward_and_backward_of_every_micro_batch_and_gradient
     alone = plan_of("llama-8b", 32, homes=(("host", 1.0),))
     waiting = {1: 0, 2: 2, 3: 4}[micro_batches] * (rows + rest)
     assert plan.peak_step_bytes == pytest.approx(alone.activation_bytes + waiting, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("preset", "machine", "gpus", "streamed"),
+    [("phi-4", "h100", 2, 0), ("phi-4", "h100", 2, 10), ("gpt-oss-20b", "h100", 2, 12), ("llama-70b", "h100", 4, 40),
+     ("qwen3-30b-a3b", "a100", 2, 36), ("qwen3-14b", "rtx5090", 2, 30)],
+)  # fmt: skip
+@pytest.mark.parametrize("clip", [True, False])
+def test_what_has_room_fits_once_it_is_dealt(preset, machine, gpus, streamed, clip):
+    """With slots for what streams beside state, and if need be with a little less on the GPU."""
+    plan = fitting(plan_of(preset, streamed, gpus, machine=machine, clip=clip))
+    assert plan.has_room
+    assert plan.fits
+
+
+def test_slots_are_left_out_where_they_take_the_last_room():
+    """State of all that streams is with the host then, as the engine has it."""
+    larger = [replace(MACHINES["rtx4090"], gpu_bytes=size * 10**8, host_bytes=2**40) for size in range(100, 400, 3)]
+    job, settings = plan_of("llama-8b", 16).job, plan_of("llama-8b", 16).settings
+    fitting = [plan for machine in larger if (plan := predict(job, settings, machine, 2)).has_room]
+    assert fitting[0].streamed_split.stream == 0 < fitting[-1].streamed_split.stream
+
+
+def test_units_are_those_that_are_resident():
+    plan = plan_of("llama-8b", 30, 2, machine="h100", homes=(("stream", 0.5), ("host", 0.5)))
+    cuts = [[Chunk(i, 0, 1, FORMATS["fp32"], 2)] for i in range(291) if i not in plan.streamed]
+    assert [len(unit) for unit in by_unit(cuts, plan.job.architecture, 2)] == [1, 9, 9, 1, 1]
+    assert sum(c.size for chunks in plan.dealt.values() for c in chunks) == pytest.approx(8.03e9 / 2, rel=0.01)
 
 
 def test_memory_is_where_rows_lie():

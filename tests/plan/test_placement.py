@@ -67,6 +67,11 @@ def test_shares_are_kept_over_the_model_and_over_its_stretches(shares):
         assert late / sum(c.size for c in dealt[home]) == pytest.approx(0.5, abs=0.06)
 
 
+def test_a_unit_of_which_a_rank_has_nothing_is_dealt_too():
+    chunks = cut([500], 100)[0]
+    assert deal([chunks, []], {"stream": 0.5, "host": 0.5}) == deal([chunks], {"stream": 0.5, "host": 0.5})
+
+
 def test_first_weights_and_small_ones_are_resident():
     sizes = layers(200)
     dealt = deal(cut(sizes, 160), MIX)

@@ -74,6 +74,14 @@ def test_a_dry_run_of_several_ranks_plans_nothing_for_one(capsys):
         assert ("planned: " in capsys.readouterr().out) == says
 
 
+@pytest.mark.parametrize(("ranks_here", "shared"), [(0, 4), (2, 2)])
+def test_a_dry_run_of_several_machines_shares_each_host_among_its_own_ranks(ranks_here, shared, monkeypatch):
+    seen = []
+    monkeypatch.setattr(preparation, "with_length", lambda recipe, *others: seen.append(others) or recipe)
+    dry_run(dataclasses.replace(DEMO, device="cpu"), Console(quiet=True), num_ranks=4, ranks_here=ranks_here)
+    assert [machine.gpus_per_host for _, _, machine, *_ in seen] == [shared]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_dry_run_refuses_more_layers_than_there_are(num_ranks):
     with pytest.raises(RecipeError, match="the model has 4 layers"):

@@ -154,7 +154,9 @@ def train(words: list[str]) -> int:
     _note(console, parsed.note)
     start = {"overwrite": args.overwrite, "resume_anyway": args.resume_anyway}
     if args.dry_run:
-        outlook = dry_run(args.recipe, console, resume=args.resume, num_ranks=machines.ranks, **start)
+        outlook = dry_run(
+            args.recipe, console, resume=args.resume, num_ranks=machines.ranks, ranks_here=machines.gpus, **start
+        )
         if args.json and world.first:
             print(json.dumps({"recipe": to_dict(args.recipe), **dataclasses.asdict(outlook)}))
         return 0

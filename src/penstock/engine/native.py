@@ -310,7 +310,7 @@ def out_of_memory(parts: dict[str, int], recipe: Recipe, ranks: int) -> DoesNotF
         (recipe.homes not in ("auto", "stream", "host"), "--homes auto"),
         (rows > 1, f"--micro-batch-size {rows // 2}"),
         (recipe.recompute != "full", "--recompute full"),
-        (recipe.weights != "streamed", "--weights streamed --recompute full"),
+        (recipe.mode == "superoffload" and recipe.weights != "streamed", "--weights streamed --recompute full"),
         (recipe.states == "fp32", "--states bf16"),
         (True, f"--max-length {recipe.max_length // 2}"),
     ]

@@ -102,7 +102,7 @@ class StreamedWeights:
         """Returns once the weights of a layer in host memory are those of the last step; called in a thread."""
         self._layers, self._number = tuple(layers), {layer: number for number, layer in enumerate(layers)}
         self._slots = UnitSlots(UNIT_SLOTS, [unit.bytes for unit in self._units], link, self._ready)
-        self.slot_bytes = UNIT_SLOTS * max(unit.bytes.nbytes for unit in self._units)
+        self.slot_bytes = min(UNIT_SLOTS, len(self._units)) * max(unit.bytes.nbytes for unit in self._units)
         self._present: set[int] = set()
         self._alone: set[int] = set()  # of those, the ones that a call of the layer itself brought in
         self._hooks: list[RemovableHandle] = []

@@ -30,7 +30,7 @@ def _remedy(what: str) -> str:
     if what == WEIGHTS:
         return "Let fewer layers stream (--weights), take more GPUs, or free host memory."
     if what == INPUTS:
-        return "Try --inputs parked:2 or --inputs kept, fewer rows in a step, or free host memory."
+        return "Park inputs of fewer layers (--inputs parked:N), try --inputs kept or fewer rows, or free host memory."
     return "Try --states bf16 or int8, keep more of it on the GPU (--homes), or free host memory."
 
 
@@ -55,7 +55,7 @@ class Arena:
         self._memory: Tensor | None = torch.frombuffer(mapped, dtype=torch.uint8)
         self._touch(cores)
         if pinned:
-            self._register()
+            self._register(what)
         self._unpin = weakref.finalize(self, _unregister, self._memory.data_ptr()) if pinned else None
         self.pinned, self.seconds = pinned, time.perf_counter() - began
         self._used = 0
@@ -83,14 +83,14 @@ class Arena:
             for part in parts:
                 pool.submit(ctypes.memset, start + part, 0, min(TOUCH_BYTES, self.num_bytes - part))
 
-    def _register(self) -> None:
+    def _register(self, what: str) -> None:
         assert self._memory is not None
         code = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self.num_bytes, 0))
         if code:
             raise DoesNotFit(
-                f"cannot pin {self.num_bytes / 2**30:.1f} GiB (CUDA error {code})",
+                f"{what}: cannot pin {self.num_bytes / 2**30:.1f} GiB (CUDA error {code})",
                 where="host memory",
-                remedy="Raise the limit of locked memory (ulimit -l), or keep more state on the GPU (--homes).",
+                remedy="Raise the limit of locked memory (ulimit -l), or keep more on the GPU.",
             )
 
 

@@ -139,7 +139,7 @@ def _deal_away(
     share, suitable = 0.0, chunk_size or DEFAULT_CHUNK
     if homes == "auto" and device.type == "cuda":
         rates = rates_of()
-        state_bytes = wholes[0].state_bytes / wholes[0].size
+        state_bytes = wholes[0].format.bytes_per_element(wholes[0].weight_bytes)  # of a rank's rows there may be none
         model = ModelBytes(sum(w.size for w in wholes), state_bytes, wholes[0].weight_bytes)
         hidden = profile.backward_seconds if manner.in_backward else profile.forward_seconds
         share = streamed_share(model, rates, hidden, in_backward=manner.in_backward)
@@ -218,13 +218,15 @@ def _choose(
     room = Room(free + cached - gpu_reserve(total), on_host)
     if manner.in_backward:
         room = room.less(largest_gradients([*away["stream"], *away["host"]], trained.unit_of_streamed()))
+    slots = STAGING * state_bytes
+    if away["stream"]:  # in any case, and with weights and gradients that travel with state
+        room, slots = room.less(slots + 2 * STAGING * need.weight_bytes), 0.0
     if room.gpu_bytes >= need.kept_bytes + need.num_params * state_bytes:
         return everything
     rates = rates_of()
     suitable = chunk_size or chunk_for(rates.link_bytes_per_s, state_bytes)
     cuts = host_cuts(trained, wholes, suitable)
-    beside = 2 * need.weight_bytes if away["stream"] else 0  # weights and gradients that travel with state
-    dealt = deal_within(need, room.less(STAGING * (state_bytes + beside)), rates, cuts)
+    dealt = deal_within(need, room.less(slots), rates, cuts)
     if dealt is None and not away["stream"]:
         dealt = deal_without_stream(need, room, cuts)
     if dealt is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from penstock.machine.known import Machine
 from penstock.plan.job import Crossing, Job, Settings
-from penstock.plan.layout import layer_parameters, unit_bytes
+from penstock.plan.layout import LANDING_BYTES, layer_parameters, unit_bytes
 from penstock.plan.memory import Peaks
 from penstock.plan.split import Manner, ModelBytes, Rates, Room, Split, streamed_share
 
@@ -48,8 +48,9 @@ class StreamedRows:
         return replace(found, kept_bytes=kept)
 
     def rest(self, room: Room, machine: Machine) -> Room:
-        """What arenas, state, and gradients that wait for the norm leave of both memories."""
-        landings = self.num_params * self.weight_bytes if machine.has_gpu and not self.manner.in_backward else 0.0
+        """What arenas, state, and gradients that wait, for the norm or for the CPU, leave of both memories."""
+        waiting = LANDING_BYTES if self.manner.in_backward else self.num_params * self.weight_bytes
+        landings = waiting if machine.has_gpu and self.num_units else 0.0
         on_host = self.num_units * self.unit_bytes + self.num_params * self.state_bytes + landings
         return room.less(on_host) if machine.one_memory else room.less(0.0, on_host)
 

@@ -120,7 +120,7 @@ def deal(parameters: Sequence[Sequence[Chunk]], shares: Mapping[HomeName, float]
     for chunks, size in zip(parameters, sizes, strict=True):
         early = passed < LEAD * total
         passed += size
-        if (early or size < SMALL * total) and budget.get("gpu", 0.0) >= size:
+        if (early or size < SMALL * total) and "gpu" in budget and budget["gpu"] >= size:
             dealt["gpu"] += chunks
             budget["gpu"] -= size
         else:

@@ -131,7 +131,8 @@ class Plan:
 
     def _deal(self, wholes: Sequence[Chunk], split: Split) -> Dealt:
         shares, cuts = cast(dict[HomeName, float], split.shares()), [cut(whole, self.chunk_size) for whole in wholes]
-        return deal(cuts if self.gpus == 1 else by_unit(cuts, self.job.architecture), shares)
+        resident = self.job.architecture.layers - self.settings.streamed
+        return deal(cuts if self.gpus == 1 else by_unit(cuts, self.job.architecture, resident), shares)
 
     @cached_property
     def streamed(self) -> range:
@@ -262,7 +263,7 @@ def _requirements(job: Job, rank: _Rank, format: StateFormat, gpus: int, away: f
     return requirements(model, profile, manner, hidden, rank.peaks.end_bytes + b * job.architecture.num_parameters())
 
 
-def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Plan:
+def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1, asked: Room | None = None) -> Plan:
     """The plan for these settings. One that does not fit has all state on the host, to show what is missing."""
     if settings.by_layer and gpus == 1:
         return _predict_by_layer(job, settings, machine)
@@ -274,8 +275,14 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
     need = _requirements(job, rank, format, gpus, away.num_params)
     room = rooms(job, machine, gpus)
     rates = _rates(machine, gpus)
-    free = away.rest(room, machine).less(b * (rank.num_params - away.num_params))
-    split = choose_split(job, need, free, rates, format, machine) if free.host_bytes >= 0 else None
+    rows = away.split(dict(job.homes), rates, need.hidden_seconds)
+    free = asked or away.rest(room, machine).less(b * (rank.num_params - away.num_params))
+    split = None
+    if free.host_bytes >= 0:
+        split = choose_split(job, need, free, rates, format, machine, staged=rows.stream > 0)
+        if split is None and rows.stream and not job.homes:  # as the engine does: no slots for what streams
+            rows = Split(0.0, 0.0, away.num_params, 0.0)
+            split = choose_split(job, need, free, rates, format, machine, staged=False)
     has_room = split is not None
     if split is None:
         split = Split(0, 0, need.num_params, 0.0) if need.gradients_leave else Split(0, need.num_params, 0, 0.0)
@@ -290,7 +297,6 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
         Crossing("gradients", 0.0, split.host * b),
     ]
     if settings.streamed:
-        rows = away.split(dict(job.homes), rates, need.hidden_seconds)
         crossings += away.crossings(rows)
         split = Split(split.gpu, split.stream + rows.stream, split.host + rows.host, split.exposed_seconds)
     crossed = together(*crossings)
@@ -303,7 +309,7 @@ def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1) -> Pl
         job, replace(settings, micro_batch=rank.micro_batch), machine, gpus, split, has_room, seconds,
         activation_bytes=rank.peaks.activation_bytes, gradient_bytes=min(max(0.0, gradients), peak),
         peak_step_bytes=peak, gpu_room=room.gpu_bytes, host_room=room.host_bytes, crossings=crossed,
-        streamed_split=rows if settings.streamed else None,
+        streamed_split=rows if settings.streamed else None, asked=free if gpus > 1 else None,
     )  # fmt: skip
 
 
@@ -329,10 +335,12 @@ def gpu_shortage(job: Job, settings: Settings, machine: Machine) -> float:
 
 
 def give_way(plan: Plan, attempt: int) -> Plan | None:
-    """The same settings in less room, layer by layer, where what was dealt did not fit: what the engine does too."""
+    """The same settings in less room where what was dealt did not fit: what the engine does too."""
     if plan.asked is None:
         return None
     asked = plan.asked.less(*(max(0.0, over) * 3**attempt for over in plan.over))
+    if plan.gpus > 1:
+        return predict(plan.job, plan.settings, plan.machine, plan.gpus, asked)
     return _predict_by_layer(plan.job, plan.settings, plan.machine, asked)
 
 

@@ -58,7 +58,8 @@ def _elsewhere(plan: Plan, command: Sequence[str]) -> str:
             kept = without_flags(words, ("--order", "--inputs", "--tile"))
             text = with_flags(kept, (f"--gpus {gpus}", *flags_between(plan, found)))
             return f"{gpus} of these GPUs are enough{_trade(plan, found)}:\n    {text}"
-    others = {m.name: solve(plan.job, m, plan.gpus) for m in MACHINES.values() if m.name != plan.machine.name}
+    able = [m for m in MACHINES.values() if plan.job.matmul != "fp8" or m.fp8_flops_per_s]
+    others = {m.name: solve(plan.job, m, plan.gpus) for m in able if m.name != plan.machine.name}
     fitting = {name: found for name, found in others.items() if found is not None}
     if not fitting:
         return "No machine that is known here is large enough; take a smaller model."

@@ -29,22 +29,28 @@ def chunk_size_of(job: Job, machine: Machine, format: StateFormat) -> int:
     return chunk_for(machine.link_bytes_per_s, format.bytes_per_element(job.dtype_bytes))
 
 
-def by_unit(cuts: Sequence[Sequence[Chunk]], architecture: Architecture) -> list[list[Chunk]]:
+def by_unit(cuts: Sequence[Sequence[Chunk]], architecture: Architecture, num_layers: int) -> list[list[Chunk]]:
     """Chunks of parameters as those of units, which FSDP2 gathers and reduces as a whole: a layer is one."""
     per_layer = len(layer_parameters(architecture))
-    end = 1 + architecture.layers * per_layer
+    end = 1 + num_layers * per_layer
     layers = [cuts[first : first + per_layer] for first in range(1, end, per_layer)]
     units = [cuts[:1], *layers, *([one] for one in cuts[end:])]
     return [[chunk for chunks in unit for chunk in chunks] for unit in units]
 
 
 def choose_split(
-    job: Job, need: Requirements, room: Room, rates: Rates, format: StateFormat, machine: Machine
+    job: Job, need: Requirements, room: Room, rates: Rates, format: StateFormat, machine: Machine, *, staged: bool
 ) -> Split | None:
-    """Homes as the engine chooses them: everything resident if it fits, else the split that exposes least."""
+    """Homes as the engine chooses them: everything resident if it fits, else the split that exposes least.
+
+    `staged`: there are slots in any case, for state that travels with weights that stream and their gradients.
+    """
     if not job.overlap:
         return _named({"host": 1.0}, need, room, rates, machine, overlap=False)
-    slots = room.less(format.num_bytes(min(STAGING, NUM_SLOTS * need.num_params), job.dtype_bytes))
+    in_slots = min(STAGING, NUM_SLOTS * need.num_params)
+    slots = room.less(format.num_bytes(in_slots, job.dtype_bytes))
+    if staged:
+        room = slots = slots.less(2 * in_slots * job.dtype_bytes)
     if job.homes:
         room = slots if dict(job.homes).get("stream") else room
         return _named(dict(job.homes), need, room, rates, machine, overlap=True)

@@ -264,8 +264,10 @@ def cheapest_change(base: Plan, free: Free = EVERYTHING) -> Alternative | None:
     """
     job = replace(base.job, homes=()) if base.job.homes else base.job
     # What goes with layers that are computed one by one is refused beside `auto`.
-    needs_it = job.order != "layers" and (job.inputs.startswith("parked") or job.tile not in ("auto", "none"))
-    jobs = list(dict.fromkeys((job, replace(job, weights="streamed" if needs_it else "auto"))))
+    needs_it = job.order != "layers" and (job.inputs != "auto" or job.tile not in ("auto", "none"))
+    jobs = [job]
+    if job.overlap:  # zerooffload keeps weights on the GPU
+        jobs = list(dict.fromkeys((job, replace(job, weights="streamed" if needs_it else "auto"))))
     lengths, rows = (base.job.length, *_halves(base.job.length, 512)), base.job.batch_size
     for length, batch in itertools.product(lengths, (rows, *_halves(rows, base.gpus))):
         for clip in (True, False) if base.job.clip and base.job.overlap else (base.job.clip,):

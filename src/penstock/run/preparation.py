@@ -90,8 +90,12 @@ def prepare_run(
     resume: bool = False,
     begun_compiled: bool = False,
     num_ranks: int = 0,
+    ranks_here: int = 0,
 ) -> Run:
-    """Everything that can be wrong without loading a weight is found here. `num_ranks`: if they are not there yet."""
+    """Everything that can be wrong without loading a weight is found here.
+
+    `num_ranks`: if they are not there yet, and `ranks_here` of them on each machine.
+    """
     num_ranks = num_ranks or world.size
     if not recipe.data:
         remedy = "Name a file, a directory, or a data set of the Hub, such as --data my.jsonl."
@@ -114,7 +118,9 @@ def prepare_run(
     if layers := getattr(config.get_text_config(), "num_hidden_layers", 0):
         recompute_by_layer(recipe.recompute, layers)  # says so if there are not so many, and so does the next
         num_streamed(recipe, layers)
-    machine = replace(unmeasured_machine(device), gpus_per_host=world.local_size if world.many else num_ranks)
+    machine = replace(
+        unmeasured_machine(device), gpus_per_host=world.local_size if world.many else ranks_here or num_ranks
+    )
     recipe = world.share(lambda: with_length(recipe, config, tokenizer, machine, num_ranks, console.say))
     with console.phase(f"Reading {recipe.data}"), world.in_turn():
         data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say, token_flops(model))
@@ -260,6 +266,7 @@ def dry_run(
     resume: str = "",
     resume_anyway: bool = False,
     num_ranks: int = 1,
+    ranks_here: int = 0,
 ) -> Outlook:
     """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
     check_installed(recipe)
@@ -268,7 +275,9 @@ def dry_run(
     check_run_dir(recipe.run_dir, overwrite=overwrite, own=goes_on_in(recipe.run_dir, resume))
     saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
     begun, compiled = as_begun(recipe, saved, num_ranks), was_compiled(saved)
-    run = prepare_run(begun, console, resume=bool(resume), begun_compiled=compiled, num_ranks=num_ranks)
+    run = prepare_run(
+        begun, console, resume=bool(resume), begun_compiled=compiled, num_ranks=num_ranks, ranks_here=ranks_here
+    )
     if saved:
         check_same_run(saved, run.recipe, run.total_steps, run.data.fingerprint, anyway=resume_anyway)
         verify_saved(saved, console.say)
