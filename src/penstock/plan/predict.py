@@ -80,7 +80,7 @@ class Plan:
     input_bytes: float = 0.0
     """Saved inputs that are on the GPU at the peak, where layers are computed one by one."""
     asked: Room | None = field(default=None, compare=False)
-    """Then also the room that homes were chosen for."""
+    """The room that homes were chosen for, where they may give way: layer by layer, and on several GPUs."""
 
     @property
     def rows(self) -> int:
@@ -264,7 +264,10 @@ def _requirements(job: Job, rank: _Rank, format: StateFormat, gpus: int, away: f
 
 
 def predict(job: Job, settings: Settings, machine: Machine, gpus: int = 1, asked: Room | None = None) -> Plan:
-    """The plan for these settings. One that does not fit has all state on the host, to show what is missing."""
+    """The plan for these settings. One that does not fit has all state on the host, to show what is missing.
+
+    `asked`: room for homes, if not all that there is.
+    """
     if settings.by_layer and gpus == 1:
         return _predict_by_layer(job, settings, machine)
     assert settings.order != "layers", "layers are computed one by one on one GPU only"
