@@ -41,6 +41,36 @@ def test_a_large_file_is_sampled(tmp_path):
     assert halved.tokens == pytest.approx(found.tokens / 2, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("too_long", "steps", "said"),
+    [("truncate", 20, "20 longer than a row are cut"), ("split", 80, "are split"), ("drop", 1, "are left out")],
+)
+def test_examples_longer_than_rows(tmp_path, too_long, steps, said):
+    """One a row, and no 3 % more: packing leaves nothing over where an example fills its row."""
+    (tmp_path / "long.jsonl").write_text((json.dumps({"prompt": "x" * 16000, "completion": "y" * 336}) + "\n") * 20)
+    recipe = replace(DEMO, data=str(tmp_path / "long.jsonl"), max_length=1024, batch_size=1, epochs=1.0, validation=0)
+    found = run_length(replace(recipe, too_long=too_long))
+    assert found is not None
+    assert found.steps == steps
+    assert said in found.how
+    if too_long == "truncate":
+        assert (found.attended, found.tokens) == (0.0, 20 * 1024)
+
+
+def test_examples_that_share_rows_attend_to_less(tmp_path):
+    (tmp_path / "short.jsonl").write_text((json.dumps({"prompt": "x" * 300, "completion": "y" * 52}) + "\n") * 100)
+    recipe = replace(DEMO, data=str(tmp_path / "short.jsonl"), max_length=1024)
+    found = run_length(recipe)
+    assert found is not None
+    assert found.attended == 50
+    large = run_length(replace(recipe, max_length=190))  # no row holds two
+    assert large is not None
+    assert large.steps == DEMO.epochs * 100 / DEMO.batch_size
+    fixed = run_length(replace(recipe, max_steps=1))
+    assert fixed is not None
+    assert fixed.attended == 50
+
+
 def test_data_that_is_here_and_broken_is_not_taken_for_missing(tmp_path):
     (tmp_path / "my.jsonl").write_text('{"text": "a"}\n{"text"\n')
     with pytest.raises(DataError, match=r"my\.jsonl:2: malformed JSON"):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
@@ -17,6 +18,7 @@ from penstock.machine.known import H200, MACHINES
 from penstock.plan.matrix import matrix, matrix_lines
 from penstock.plan.refusal import with_flags, without_flags
 from penstock.plan.report import (
+    RunLength,
     compare,
     lines,
     make_plan,
@@ -24,7 +26,24 @@ from penstock.plan.report import (
     short,
     with_recompute,
 )
+from penstock.plan.values import report_json
 from penstock.recipe.presets import PRESETS
+
+
+def test_short_examples_take_less_than_full_rows():
+    """Attention is most of a row of 131,072 tokens that one example fills, and next to nothing of one with many."""
+    recipe = replace(PRESETS["llama-8b"], max_length=131072, batch_size=1)
+    full = make_report(recipe, H200, length=RunLength(10, 10 * 131072, "counted"))
+    assert full.step_seconds == full.plan.seconds.step
+    assert not any("with these examples" in line for line in lines(full))
+    short = make_report(recipe, H200, length=RunLength(10, 10 * 131072, "counted", attended=50))
+    assert short.plan.settings == full.plan.settings
+    assert short.plan.seconds.step == full.plan.seconds.step
+    assert short.step_seconds < 0.3 * full.step_seconds
+    text = "\n".join(lines(short))
+    assert f"with these examples: {short.step_seconds:.3f} s a step" in text
+    assert str(timedelta(seconds=round(10 * short.step_seconds))) in text
+    assert report_json(short)["run"]["seconds"] == 10 * short.step_seconds
 
 
 def test_the_report_has_every_part():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,28 +33,78 @@ ASSUMED = {"tatsu-lab/alpaca": (52_002, 100)}
 
 def run_length(recipe: Recipe) -> RunLength | None:
     """Steps and tokens, or None if the data is not here."""
-    counted = _count(_files(recipe), recipe.max_length)
+    counted = _count(_files(recipe), recipe)
     if counted is not None:
-        examples, tokens = counted
-        how = f"estimated from {recipe.data}: {examples:,} examples, 4 characters a token"
+        how = f"estimated from {recipe.data}: {round(counted.examples):,} examples, 4 characters a token"
+        if counted.longer:
+            how += f"; {round(counted.longer):,} longer than a row {_LONGER[recipe.too_long]}"
     elif recipe.data in ASSUMED:
         examples, each = ASSUMED[recipe.data]
-        tokens, how = float(examples * each), f"assumed of {recipe.data}: {examples:,} examples of {each} tokens"
+        how = f"assumed of {recipe.data}: {examples:,} examples of {each} tokens"
+        counted = _Counted(recipe.max_length)
+        counted.add(each, "truncate", examples)
     else:
         return _fixed(recipe)
     share = recipe.data_percent / 100 * (1 - recipe.validation)
-    rows = share * (tokens / (recipe.max_length * PACKED) if recipe.packing else examples)
+    rows = share * (counted.rows if recipe.packing else counted.examples)
     steps = max(1, math.ceil(recipe.epochs * math.ceil(rows / recipe.batch_size)))  # the last of an epoch is smaller
     if recipe.max_steps and recipe.max_steps < steps:
-        return _fixed(recipe)
-    return RunLength(steps, int(tokens * share * recipe.epochs), how)
+        return _fixed(recipe, counted.attended)
+    return RunLength(steps, int(counted.tokens * share * recipe.epochs), how, counted.attended)
 
 
-def _fixed(recipe: Recipe) -> RunLength | None:
+def _fixed(recipe: Recipe, attended: float = 0.0) -> RunLength | None:
     if not recipe.max_steps:
         return None
     tokens = recipe.max_steps * recipe.batch_size * recipe.max_length
-    return RunLength(recipe.max_steps, tokens, "max_steps, full rows")
+    return RunLength(recipe.max_steps, tokens, "max_steps, full rows", attended)
+
+
+_LONGER = {"truncate": "are cut", "split": "are split", "drop": "are left out", "refuse": "are refused"}
+
+
+@dataclass
+class _Counted:
+    """Sums over examples, as they are trained on in rows of some length. Those of a sample count more than once."""
+
+    length: int
+    examples: float = 0.0
+    longer: float = 0.0
+    """Of them, those that no row holds."""
+    full: float = 0.0
+    """Rows that an example fills."""
+    rest: float = 0.0
+    """Tokens of what shares rows."""
+    large: float = 0.0
+    """Of that, examples of which no row holds two."""
+    squares: float = 0.0
+
+    def add(self, tokens: float, too_long: str, times: float = 1.0) -> None:
+        """An example of so many tokens."""
+        self.examples += times
+        full, rest = 0.0, tokens
+        if tokens > self.length:
+            self.longer += times
+            full, rest = divmod(tokens, self.length) if too_long == "split" else (float(too_long != "drop"), 0.0)
+        self.full += times * full
+        self.rest += times * rest
+        self.large += times * (rest > self.length / 2)
+        self.squares += times * (full * self.length**2 + rest**2)
+
+    @property
+    def tokens(self) -> float:
+        return self.full * self.length + self.rest
+
+    @property
+    def rows(self) -> float:
+        """As they are packed."""
+        return self.full + max(self.large, self.rest / (self.length * PACKED))
+
+    @property
+    def attended(self) -> float:
+        """Tokens that one of them attends to, on average; 0 if examples fill their rows, and attention takes rows."""
+        found = self.squares / 2 / max(1.0, self.tokens)
+        return 0.0 if found > 0.99 * self.length / 2 else found
 
 
 def _files(recipe: Recipe) -> list[Path]:
@@ -63,25 +114,22 @@ def _files(recipe: Recipe) -> list[Path]:
     return files if all(found) and all(file_kind(path) for path in files) else []
 
 
-def _count(files: Iterable[Path], max_length: int) -> tuple[int, float] | None:
-    """Examples and tokens. A large text file is sampled at its beginning and scaled by its size."""
-    examples = tokens = 0.0
+def _count(files: Iterable[Path], recipe: Recipe) -> _Counted | None:
+    """A large text file is sampled at its beginning and scaled by its size."""
+    found = _Counted(recipe.max_length)
     for path in files:
-        here, there, seen = 0, 0.0, 0
-        rows = read_file(path)
-        sampled = (
-            path.suffix.lower() not in (".gz", ".zst")
-            and file_kind(path) not in (".parquet", ".arrow")
-            and path.stat().st_size > 8 * 2**20
-        )
-        for row in islice(rows, SAMPLE) if sampled else rows:
-            here += 1
-            there += min(max_length, _characters(row.fields) / CHARACTERS_A_TOKEN + TEMPLATE_TOKENS)
-            if sampled:
-                seen += len(json.dumps(row.fields, ensure_ascii=False).encode()) + 2
-        scale = path.stat().st_size / seen if sampled and here == SAMPLE else 1.0
-        examples, tokens = examples + here * scale, tokens + there * scale
-    return (round(examples), tokens) if examples else None
+        size = path.stat().st_size
+        compressed = path.suffix.lower() in (".gz", ".zst")
+        sampled = size > 8 * 2**20 and not compressed and file_kind(path) not in (".parquet", ".arrow")
+        rows = list(islice(read_file(path), SAMPLE)) if sampled else read_file(path)
+        scale = 1.0
+        if isinstance(rows, list) and len(rows) == SAMPLE:
+            scale = size / sum(len(json.dumps(row.fields, ensure_ascii=False).encode()) + 2 for row in rows)
+        for row in rows:
+            splits = recipe.split_documents == "length" and set(row.fields) == {"text"}
+            tokens = _characters(row.fields) / CHARACTERS_A_TOKEN + TEMPLATE_TOKENS
+            found.add(tokens, "split" if splits else recipe.too_long, scale)
+    return found if found.examples else None
 
 
 def _characters(value: Any) -> int:

@@ -42,6 +42,8 @@ class Job:
     order: str = "auto"
     inputs: str = "auto"
     tile: str = "auto"
+    attended: float = 0.0
+    """Tokens that one attends to on average; 0: as in rows that one example fills."""
 
     @property
     def schedule(self) -> str:

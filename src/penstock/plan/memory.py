@@ -50,6 +50,8 @@ class Work:
     """Of a gradient's element while those of micro-batches add up."""
     streams: bool = False
     """Weights come from host memory."""
+    attended: float = 0.0
+    """As in a job."""
 
     @property
     def tokens(self) -> int:
@@ -70,7 +72,7 @@ def work_of(job: Job, settings: Settings, gpus: int = 1) -> Work:
     return Work(
         min(s.micro_batch, rows), job.length, s.recompute, job.attention, job.dtype_bytes, job.compiled,
         s.tile, s.every, job.matmul, sum_bytes=4 if job.accumulate_dtype == "fp32" else job.dtype_bytes,
-        streams=s.streamed > 0,
+        streams=s.streamed > 0, attended=job.attended,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 from penstock.errors import RecipeError, UserError, counted
@@ -25,6 +26,8 @@ from penstock.recipe.recipe import Recipe, tile_tokens
 
 FAR_OFF = 0.3
 """From which difference on a plan's seconds are doubted."""
+ANOTHER = 0.01
+"""From which difference on it is said what a step takes with the examples at hand."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class RunLength:
     tokens: int
     how: str
     """Where the figures come from, for people."""
+    attended: float = 0.0
+    """Tokens that one attends to on average, since examples are shorter than rows; 0: not known."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,15 @@ class Report:
     others: tuple[Alternative, ...]
     flags: tuple[str, ...] = ()
     """What the solver changed in the recipe, if it was free to."""
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Of a step with these examples: the plan's own is of rows that one example fills."""
+        plan = self.plan
+        if self.length is None or not self.length.attended:
+            return plan.seconds.step
+        job = replace(plan.job, attended=self.length.attended)
+        return fitting(predict(job, plan.settings, plan.machine, plan.gpus)).seconds.step
 
 
 def job_of(recipe: Recipe, dtype_bytes: int = 2, *, gpu: bool = True) -> Job:
@@ -148,10 +162,11 @@ def check_one_gpu(recipe: Recipe, gpus: int) -> None:
         "inputs": recipe.inputs.startswith("parked"),
         "tile": recipe.tile not in ("auto", "none"),
     }
-    name = next((name for name, asked in by_layer.items() if asked), None)
-    if gpus > 1 and name:
-        what, remedy = "goes with layers that are computed one by one, on one GPU", "Leave it out, or use one GPU."
-        raise RecipeError(what, where=f"{name} = {getattr(recipe, name)}", remedy=remedy)
+    names = [name for name, asked in by_layer.items() if asked]
+    if gpus > 1 and names:
+        what = "goes with layers that are computed one by one, on one GPU"
+        remedy = f"Leave {'it' if len(names) == 1 else 'them'} out, or use one GPU."
+        raise RecipeError(what, where=", ".join(f"{name} = {getattr(recipe, name)}" for name in names), remedy=remedy)
 
 
 def limited(machine: Machine, recipe: Recipe) -> Machine:
@@ -249,7 +264,7 @@ def lines(report: Report) -> list[str]:
         *_memory(plan),
     ]
     if plan.fits:
-        found += ["", *_time(plan, report.length)]
+        found += ["", *_time(plan, report)]
     if report.others and machine.predicts_time:
         found += ["", "Other settings that fit:", *(line for other in report.others for line in _other(plan, other))]
     rates = [f"Rates of {machine.name}:", *(f"  {source}" for source in machine.sources)]
@@ -290,8 +305,8 @@ def _memory(plan: Plan) -> list[str]:
     return found
 
 
-def _time(plan: Plan, length: RunLength | None) -> list[str]:
-    s = plan.seconds
+def _time(plan: Plan, report: Report) -> list[str]:
+    s, length = plan.seconds, report.length
     homes = homes_in_words(plan)
     if not plan.machine.predicts_time:
         found = ["Time: not predicted without a GPU; `penstock train` shows what is left after its first step"]
@@ -318,7 +333,11 @@ def _time(plan: Plan, length: RunLength | None) -> list[str]:
     ]
     if length is None:
         return [*found, "Whole run: the data is not here, so its length is not known; --max-steps would fix it"]
-    clock = timedelta(seconds=round(length.steps * s.step))
+    if abs(report.step_seconds / s.step - 1) > ANOTHER:
+        found.append(
+            f"  with these examples: {report.step_seconds:.3f} s a step; the above is of one that fills its row"
+        )
+    clock = timedelta(seconds=round(length.steps * report.step_seconds))
     return [
         *found,
         f"Whole run: {counted(length.steps, 'step')}, {counted(length.tokens, 'token')}, {clock} ({length.how})",

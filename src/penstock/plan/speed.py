@@ -124,7 +124,7 @@ def _cast_seconds(a: Architecture, work: Work, machine: Machine) -> tuple[float,
 def _attention_efficiency(a: Architecture, work: Work) -> float:
     if work.attention == "eager":
         return FLASH_EFFICIENCY / 3
-    return FLASH_EFFICIENCY if a.sinks or a.sliding_window else ROWS_EFFICIENCY
+    return FLASH_EFFICIENCY if a.sinks or a.sliding_window or work.attended else ROWS_EFFICIENCY
 
 
 def _weights_a_token(a: Architecture) -> float:
@@ -143,8 +143,8 @@ def _widening(a: Architecture) -> float:
 
 
 def _attended(a: Architecture, work: Work) -> float:
-    """Tokens that one attends to on average, summed over the layers. Full rows: shorter examples attend to less."""
-    every = work.length if work.attention == "eager" else work.length / 2
+    """Tokens that one attends to on average, summed over the layers."""
+    every = work.length if work.attention == "eager" else work.attended or work.length / 2
     windowed = -(-a.layers // 2) if a.sliding_window else 0
     return attended(every, a.layers, windowed, a.sliding_window or 0)
 

@@ -50,7 +50,10 @@ def _settings(plan: Plan) -> dict[str, Any]:
 def report_json(report: Report) -> dict[str, Any]:
     """The report as plain values."""
     others = [{"flags": list(o.flags), "trades": o.trades, **as_json(o.plan)} for o in report.others]
-    length = asdict(report.length) if report.length else None
+    length = None
+    if report.length:
+        seconds = report.length.steps * report.step_seconds if report.plan.machine.predicts_time else None
+        length = asdict(report.length) | {"seconds": seconds}
     sources = {"sources": list(report.plan.machine.sources)}
     return {
         "recipe": report.name,
