@@ -1,12 +1,17 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.errors import ModelError, RecipeError
-from penstock.plan.architecture import KNOWN, architecture_of, from_config
+from penstock.machine.known import H200
+from penstock.model.load import load_config
+from penstock.model.matmul import check_matmul
+from penstock.plan.architecture import KNOWN, architecture_of, check_fp8, from_config
 from penstock.plan.layout import parameters
+from penstock.plan.report import make_plan
 from penstock.recipe.presets import ARCHITECTURES, PRESETS
 from penstock.recipe.recipe import Recipe
 
@@ -53,3 +58,33 @@ def test_what_is_not_known_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="not JSON"):
         architecture_of(Recipe(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ("", ""),
+        ("hidden_size=100,num_attention_heads=5,num_key_value_heads=5,head_dim=20", "hidden 100"),
+        ("intermediate_size=100,num_attention_heads=2,num_key_value_heads=2,head_dim=18", "intermediate 100"),
+        ("intermediate_size=100", ""),
+        ("num_hidden_layers=2", "it has no other"),
+        ("num_hidden_layers=3", ""),
+    ],
+)
+def test_plan_refuses_fp8_where_training_does(shape, said):
+    recipe = replace(PRESETS["demo"], matmul="fp8", init="random", shape=shape or None)
+    refusals = []
+    for check in (
+        lambda: check_fp8(architecture_of(recipe), recipe.model),
+        lambda: check_matmul(recipe, load_config(recipe), torch.device("cpu")),
+    ):
+        try:
+            check()
+        except ModelError as error:
+            refusals.append(str(error))
+    assert len(refusals) == (2 if said else 0)
+    if said:
+        assert said in refusals[0]
+        assert all("no product can run in fp8" in refusal for refusal in refusals)
+        with pytest.raises(ModelError, match="no product can run in fp8"):
+            make_plan(recipe, H200)

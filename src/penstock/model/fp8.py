@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from penstock.model.turned import MULTIPLE, cast_both, cast_columns, turned
+from penstock.model.turned import cast_both, cast_columns, turned
+from penstock.recipe.recipe import FP8_MULTIPLE
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _TINY = 1e-30
@@ -122,6 +123,6 @@ def _multiply(
 
 
 def _whole(rows: Tensor) -> Tensor:
-    """Rows with zeros after them up to a multiple of MULTIPLE: the weight's gradient sums over tokens."""
-    missing = -len(rows) % MULTIPLE
+    """Rows with zeros after them up to a multiple of FP8_MULTIPLE: the weight's gradient sums over tokens."""
+    missing = -len(rows) % FP8_MULTIPLE
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows

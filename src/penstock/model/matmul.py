@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from penstock.errors import ModelError, RecipeError, counted
+from penstock.errors import RecipeError, counted
 from penstock.model.decoder import find_decoder
 from penstock.model.flops import flops_per_token, num_experts
 from penstock.model.fp8 import Fp8Linear
 from penstock.model.load_rows import build_on_meta
-from penstock.model.turned import MULTIPLE
-from penstock.recipe.recipe import Recipe, fp8_layers
+from penstock.plan.architecture import no_fp8
+from penstock.recipe.recipe import FP8_MULTIPLE, Recipe, fp8_layers
 
 FIRST_CAPABILITY = (8, 9)
 """Ada's: the first tensor cores that multiply fp8."""
@@ -50,7 +50,7 @@ def choose(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Chosen:
                 continue
             if not (type(module) is nn.Linear or isinstance(module, Fp8Linear)):
                 refused.append(f"{name} ({type(module).__name__})")  # it may compute something of its own
-            elif any(side % MULTIPLE for side in module.weight.shape):
+            elif any(side % FP8_MULTIPLE for side in module.weight.shape):
                 refused.append(f"{name} ({module.out_features} x {module.in_features})")
             else:
                 linears.append(module)
@@ -105,9 +105,10 @@ def check_matmul(recipe: Recipe, config: PreTrainedConfig, device: torch.device)
     chosen = choose(model, layers)
     if not chosen.linears:
         others = ", ".join(sorted(set(chosen.refused)))
-        found = f"both sides must be multiples of {MULTIPLE}: {others}" if others else "its layers have no nn.Linear"
-        found = found if layers else "the first and the last layer stay as they are, and it has no other"
-        raise ModelError(f"no product can run in fp8 ({found})", where=recipe.model, remedy=use_bf16)
+        found = (
+            f"both sides must be multiples of {FP8_MULTIPLE}: {others}" if others else "its layers have no nn.Linear"
+        )
+        raise no_fp8(recipe.model, found if layers else "")
 
 
 def describe(model: PreTrainedModel, layers: Sequence[nn.Module], recipe: Recipe, device: torch.device) -> str:
@@ -126,7 +127,7 @@ def describe(model: PreTrainedModel, layers: Sequence[nn.Module], recipe: Recipe
         found += f"; experts stay {plain} ({each * experts:.0%} of the FLOPs), and so do routers"
     if chosen.refused:
         kinds, count = ", ".join(sorted(set(chosen.refused))), counted(len(chosen.refused), "linear layer")
-        found += f"; {count} too, since both sides must be multiples of {MULTIPLE}: {kinds}"
+        found += f"; {count} too, since both sides must be multiples of {FP8_MULTIPLE}: {kinds}"
     if device.type == "cpu":
         found += "; emulated on this CPU: the same casts, products in fp32, slower than without"
     return found

@@ -17,8 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MULTIPLE = 16
-"""What both sides of a matrix must be a multiple of."""
+from penstock.recipe.recipe import FP8_MULTIPLE
 
 
 def _turned(x: Tensor) -> Tensor:
@@ -36,7 +35,9 @@ def _cast_both(x: Tensor, rate: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 def _columns(x: Tensor, dtype: torch.dtype, rate: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
-    assert x.shape[0] % MULTIPLE == x.shape[1] % MULTIPLE == 0, f"{tuple(x.shape)}: no multiples of {MULTIPLE}"
+    assert x.shape[0] % FP8_MULTIPLE == x.shape[1] % FP8_MULTIPLE == 0, (
+        f"{tuple(x.shape)}: no multiples of {FP8_MULTIPLE}"
+    )
     if not x.is_cuda:
         narrow = x if rate is None else (x.float() * rate).to(dtype)
         if rows is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.errors import ModelError, RecipeError
 from penstock.recipe.presets import ARCHITECTURES, Architecture
-from penstock.recipe.recipe import Recipe
+from penstock.recipe.recipe import FP8_MULTIPLE, Recipe, fp8_layers
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "seed_oss", "gpt_oss")
 
@@ -108,3 +108,20 @@ def from_config(values: dict[str, Any], where: str) -> Architecture:
         moe_intermediate=(inner if kind == "gpt_oss" else int(values["moe_intermediate_size"])) if experts else 0,
         expert_bias=kind == "gpt_oss",
     )
+
+
+def check_fp8(a: Architecture, model: str) -> None:
+    """Refuse fp8 where `train` does: no product of the model can run in it."""
+    sides = {"heads x head size": a.heads * a.head_dim, "key heads x head size": a.kv_heads * a.head_dim}
+    sides |= {} if a.experts else {"intermediate": a.intermediate}
+    if not fp8_layers(a.layers):
+        raise no_fp8(model)
+    if a.hidden % FP8_MULTIPLE or all(side % FP8_MULTIPLE for side in sides.values()):
+        found = ", ".join(f"{name} {side}" for name, side in {"hidden": a.hidden, **sides}.items())
+        raise no_fp8(model, f"both sides must be multiples of {FP8_MULTIPLE}: {found}")
+
+
+def no_fp8(model: str, why: str = "") -> ModelError:
+    """What is said of a model without such products; of one without inner layers if there is no other reason."""
+    why = why or "the first and the last layer stay as they are, and it has no other"
+    return ModelError(f"no product can run in fp8 ({why})", where=model, remedy="Use --matmul bf16.")

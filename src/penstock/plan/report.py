@@ -15,7 +15,7 @@ from typing import Any
 from penstock.errors import RecipeError, UserError, counted
 from penstock.machine.hardware import COMPILED_FROM, cpu_has_bf16
 from penstock.machine.known import Machine
-from penstock.plan.architecture import architecture_of
+from penstock.plan.architecture import architecture_of, check_fp8
 from penstock.plan.job import Job, Settings
 from penstock.plan.layout import gpu_reserve
 from penstock.plan.predict import Plan, gpu_shortage, predict
@@ -197,6 +197,8 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
         )
         raise RecipeError(what, where="matmul = 'fp8'", remedy=remedy)
     job, machine = job_on(recipe, machine), limited(machine, recipe)
+    if recipe.matmul == "fp8":
+        check_fp8(job.architecture, recipe.model)
     recipe = with_recompute(recipe, machine, gpus)
     settings = Settings(recipe.states, recipe.rows_on(gpus), recipe.recompute)
     if (chosen := job_on(recipe, machine)).asks_for_layers:

@@ -273,6 +273,9 @@ def recompute_by_layer(recompute: str, num_layers: int) -> list[Recompute]:
 
 FP8_ENDS = 1
 """Layers at each end of the decoder whose products stay as they are with `matmul: fp8`."""
+FP8_MULTIPLE = 16
+"""Both sides of a linear layer are multiples of it, or its products stay as they are too: tensor cores take no other,
+and in other shapes the kernel of `model/turned.py` was wrong."""
 
 
 def fp8_layers(num_layers: int) -> range:
