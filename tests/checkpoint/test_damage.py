@@ -115,6 +115,31 @@ def test_both_damaged_leaves_nothing_to_name(server, run):
     assert (ended.code, "There is no older checkpoint to take" in ended.text) == (5, True), ended.text
 
 
+@pytest.mark.parametrize("command", ["export", "generate"])
+def test_other_commands_name_what_they_can_take(server, run, tmp_path, command):
+    older, newest = checkpoints(run)
+    shutil.rmtree(run / "model")
+    flags = {"export": ["--to", tmp_path / "out"], "generate": ["Why?", "--max-new-tokens", "1"]}[command]
+    advice = {"export": f"`penstock export {{}} --to {tmp_path / 'out'}`", "generate": "`penstock generate {}`"}[
+        command
+    ]
+    flip(newest / "weights-00001.safetensors")
+    ended = server.penstock(command, run, *flags)
+    assert (ended.code, f"Another one is whole: {advice.format(older)}" in ended.text) == (5, True), ended.text
+    assert "--resume" not in ended.text
+    assert server.penstock(command, older, *flags).code == 0, "what is advised works"
+    flip(older / "run.json")
+    ended = server.penstock(command, run, *flags)
+    assert (ended.code, "No other checkpoint beside it is whole." in ended.text) == (5, True), ended.text
+
+
+def test_an_export_of_a_damaged_checkpoint_names_a_newer_one(server, run, tmp_path):
+    older, newest = checkpoints(run)
+    flip(older / "run.json")
+    ended = server.penstock("export", older, "--to", tmp_path / "out")
+    assert (ended.code, f"`penstock export {newest} --to {tmp_path / 'out'}`" in ended.text) == (5, True), ended.text
+
+
 def test_a_foreign_file_is_refused(server, run):
     newest = checkpoints(run)[-1]
     (newest / "evil.py").write_text("import os")

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from penstock.checkpoint.places import CHECKPOINTS, Place, find_place
-from penstock.checkpoint.resume import NEWEST, Saved, find_saved, verify_saved
+from penstock.checkpoint.resume import NEWEST, Saved, TakesCheckpoint, find_saved, verify_saved
 from penstock.checkpoint.run_dir import find_model, run_recipe
 from penstock.checkpoint.store import Checkpoint, find, open_checkpoint, read_tensors, verify
 from penstock.errors import DISK_IS_FULL, CheckpointError, Diverged, DoesNotFit, OutputError, RecipeError
@@ -136,7 +136,7 @@ def _can_be_saved(config: GenerationConfig) -> bool:
 
 def export_from(path: Path, directory: Path, *, file_size: str, say: Callable[[str], None]) -> None:
     """Write the model of a run, a checkpoint or a Hugging Face directory to another one, in files of another size."""
-    opened = open_model(find_place(path), say)
+    opened = open_model(find_place(path), say, lambda other: f"penstock export {other} --to {directory}")
     mend_generation(opened.model, say)
     trust = opened.recipe.trust_remote_code
     export(opened.model, opened.tokenizer, directory, file_size=file_size, trust_remote_code=trust)
@@ -151,18 +151,24 @@ class Opened:
     recipe: Recipe
 
 
-def open_model(place: Place, say: Callable[[str], None], device: torch.device | None = None) -> Opened:
-    """The final model of a run, or its newest if it did not end; that of a checkpoint; or one that lies there."""
+def open_model(
+    place: Place, say: Callable[[str], None], command: TakesCheckpoint, device: torch.device | None = None
+) -> Opened:
+    """The final model of a run, or its newest if it did not end; that of a checkpoint; or one that lies there.
+
+    `command` is what is advised with another checkpoint, if this one is damaged.
+    """
     path, saved = place.path, None
     recipe = run_recipe(path) if place.kind == "run" else Recipe(model=str(path))
     if place.kind == "run" and not (path / "model").exists():
-        saved = find_saved(path, NEWEST)
+        saved = find_saved(path, NEWEST, command)
         if saved:
             say(f"The run did not end: taking the model of step {saved.step:,}")
     elif place.kind == "checkpoint":
-        saved = find_saved(path, str(path))
+        saved = find_saved(path, str(path), command)
         recipe = with_values(Recipe(), dict(saved.recipe) if saved else {}, where=str(path))
     if saved:
+        verify_saved(saved, say, command)
         model = saved_model(saved, recipe, say)
         if device is not None:
             torch.nn.Module.to(model, device)
@@ -183,8 +189,7 @@ def open_model(place: Place, say: Callable[[str], None], device: torch.device | 
 
 
 def saved_model(saved: Saved, recipe: Recipe, say: Callable[[str], None]) -> PreTrainedModel:
-    """The model of a checkpoint, on the host."""
-    verify_saved(saved, say)
+    """The model of a checkpoint whose bytes were checked, on the host."""
     config = load_config(recipe)
     model = load_model(replace(recipe, init="random"), config, torch.device("cpu"), say)  # made to be written over
     model.generation_config = GenerationConfig.from_dict(dict(saved.generation))

@@ -68,6 +68,8 @@ LAYER_BY_LAYER = {"weights", "order", "inputs", "tile"}
 """Fields that several ranks choose otherwise than one: they do not compute their layers one by one."""
 
 Say = Callable[[str], None]
+TakesCheckpoint = Callable[[Path], str]
+"""The command line that makes something of a checkpoint, for advice."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +167,11 @@ def _documents(identity: Identity, position: Position, metrics: Mapping[str, Any
 # --- finding ----------------------------------------------------------------------------------------------------------
 
 
-def find_saved(run_dir: Path, wanted: str) -> Saved | None:
-    """The checkpoint to go on from: the newest of the run, of another run, or the one that is named."""
+def find_saved(run_dir: Path, wanted: str, command: TakesCheckpoint | None = None) -> Saved | None:
+    """The checkpoint to go on from: the newest of the run, of another run, or the one that is named.
+
+    `command`, of what takes a checkpoint and does not go on from it, stands in the advice if this one is damaged.
+    """
     path = run_dir if wanted == NEWEST else Path(wanted)
     if wanted == NEWEST or (path / CHECKPOINTS).is_dir():
         complete = find(path / CHECKPOINTS)
@@ -175,7 +180,7 @@ def find_saved(run_dir: Path, wanted: str) -> Saved | None:
         if not complete:
             raise CheckpointError("has no complete checkpoint", where=str(path), remedy="Leave --resume out.")
         path = complete[0]
-    with older_advice(path):
+    with damage_advice(path, command):
         checkpoint = open_checkpoint(path)
         run = read_document(checkpoint, "run")
         try:
@@ -214,25 +219,32 @@ def _refuse_to_remove(run_dir: Path, wanted: Path) -> None:
         raise CheckpointError("lies in the directory that --overwrite clears", where=str(wanted), remedy=remedy)
 
 
-def verify_saved(saved: Saved, say: Say) -> None:
+def verify_saved(saved: Saved, say: Say, command: TakesCheckpoint | None = None) -> None:
     """Every byte, before anything is taken from the checkpoint."""
-    with older_advice(saved.checkpoint.path):
+    with damage_advice(saved.checkpoint.path, command):
         verify(saved.checkpoint, say)
 
 
 @contextmanager
-def older_advice(path: Path) -> Iterator[None]:
-    """Damage in the checkpoint at `path`, with the newest older one that is whole.
+def damage_advice(path: Path, command: TakesCheckpoint | None) -> Iterator[None]:
+    """Damage in the checkpoint at `path`, with the newest one that is whole: to go on from, or for another command.
 
-    Going back by itself was rejected: whoever lost an hour of training should hear of it.
+    A run goes on from an older one only. Going back by itself was rejected: whoever lost an hour of training should
+    hear of it.
     """
     try:
         yield
     except CheckpointError as error:
-        older = find(path.parent)
-        older = older[older.index(path) + 1 :] if path in older else []
-        whole = next((candidate for candidate in older if is_whole(candidate)), None)
-        remedy = f"An older checkpoint is whole: --resume {whole}" if whole else "There is no older checkpoint to take."
+        others = find(path.parent)
+        if not command:
+            others = others[others.index(path) + 1 :] if path in others else []
+        whole = next((other for other in others if other != path and is_whole(other)), None)
+        if command:
+            remedy = f"Another one is whole: `{command(whole)}`" if whole else "No other checkpoint beside it is whole."
+        else:
+            remedy = (
+                f"An older checkpoint is whole: --resume {whole}" if whole else "There is no older checkpoint to take."
+            )
         raise CheckpointError(error.what, where=error.where, remedy=f"{error.remedy} {remedy}".strip()) from None
 
 

@@ -63,7 +63,12 @@ class Chat:
         if not 0 <= temperature < math.inf:
             remedy = "0 takes the likeliest token every time; 0.7 draws among them."
             raise RecipeError("must not be negative", where=f"--temperature {temperature}", remedy=remedy)
-        opened = open_model(place, lambda text: print(text, file=sys.stderr), pick_device(device))
+        opened = open_model(
+            place,
+            lambda text: print(text, file=sys.stderr),
+            lambda other: f"penstock generate {other}",
+            pick_device(device),
+        )
         self._model, self._tokenizer, self._recipe = opened.model, opened.tokenizer, opened.recipe
         torch.manual_seed(seed)
         self._max_new_tokens, self._temperature = max_new_tokens, temperature
