@@ -140,6 +140,15 @@ def test_a_plan_reads_a_mixture(odd, tmp_path, capsys):
         (["train", "demo", "--keep", "-1"], "keep = -1: must not be negative"),
         (["train", "demo", "--recompute", "full:99"], "the model has 4 layers"),
         (["train", "demo", "--save-every", "5", "--keep", "0"], "save_every = 5: does not go with keep = 0"),
+        (["train", "demo", "--gpus", "2", "--tile", "64"], "On several leave it out."),
+        (["train", "demo", "--gpus", "2", "--inputs", "parked"], "On several leave it out."),
+        (["train", "demo", "--gpus", "2", "--order", "layers"], "penstock: order = layers: goes with layers that"),
+        (
+            ["train", "demo", "--gpus", "2", "--order", "layers", "--inputs", "parked", "--tile", "64"],
+            "order = layers, inputs = parked, tile = 64: goes with layers that are computed one by one, on one GPU\n"
+            "  Leave them out, or use one GPU.",
+        ),
+        (["train", "demo", "--rope", "linear:0.5"], "rope = 'linear:0.5': the factor must be greater than 1"),
     ],
 )
 def test_a_mistake_is_one_message_and_no_traceback(words, message, capsys, tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ def test_evaluation_and_answers():
 
 
 def test_what_does_not_go_together_is_refused():
-    with pytest.raises(RecipeError, match="layer by layer"):
+    with pytest.raises(RecipeError, match="computed one by one, on one GPU"):
         recipe_of(attention="auto", tile="64")
     with pytest.raises(RecipeError, match="varlen"):
         recipe_of(order="layers", tile="64")

@@ -39,6 +39,31 @@ def test_longer_examples_are_refused_and_longer_rows_are_not():
     assert "rope" not in error.value.remedy, "learned positions end where they end"
 
 
+@pytest.mark.parametrize(
+    ("rope", "longest", "enough"),
+    [
+        ("yarn:4", 1024, "yarn:8"),
+        ("yarn:4", 513, "yarn:5"),
+        ("linear:2.5", 384, "linear:3"),
+        ("yarn:1.3", 384, "yarn:3"),
+    ],
+)
+def test_too_small_a_factor_is_refused_with_one_that_is_enough(rope, longest, enough):
+    config = tiny_config("llama")
+    with pytest.raises(ModelError, match=f"an example would have {longest:,}") as error:
+        asked = Recipe(max_length=4096, rope=rope)
+        check_positions(asked, with_rope(config, asked), longest)
+    assert f"--rope {enough} scales" in error.value.remedy
+    better = Recipe(max_length=4096, rope=enough)
+    check_positions(better, with_rope(config, better), longest)
+
+
+def test_a_scaling_of_the_models_own_is_not_scaled_again():
+    with pytest.raises(ModelError, match="knows 400 positions") as error:
+        check_positions(Recipe(max_length=4096), tiny_config("llama", rope_parameters=YARN), longest=500)
+    assert error.value.remedy == "--rope as-is goes on beyond them. Or lower --max-length to 400."
+
+
 @pytest.mark.parametrize("rope", ["yarn:4", "linear:2.5"])
 def test_the_scaling_is_in_the_model(rope, tmp_path):
     config = tiny_config("qwen3")
@@ -62,6 +87,9 @@ def test_what_cannot_be_scaled_is_refused():
         with_rope(tiny_config("llama", rope_parameters=YARN), Recipe(rope="yarn:2"))
     with pytest.raises(RecipeError, match="no rotary positions"):
         with_rope(tiny_config("gpt2"), Recipe(rope="yarn:2"))
-    for rope in ("yarn", "yarn:0", "more:2", "yarn:-1"):
+    for rope in ("", "yarn", "more:2", "yarn:-1"):
         with pytest.raises(RecipeError, match="must be as-is"):
+            Recipe(rope=rope)
+    for rope in ("yarn:0", "linear:0.5", "yarn:1", "yarn:1.0"):
+        with pytest.raises(RecipeError, match="the factor must be greater than 1"):
             Recipe(rope=rope)

@@ -131,9 +131,11 @@ def train(words: list[str]) -> int:
     parsed = parse_with_recipe(TrainArgs, "train", with_value(words, "--resume", "newest"))
     args = parsed.args
     from penstock.machine.launch import Machines, check_batch, follow_launcher, launch
+    from penstock.plan.report import check_one_gpu
 
     machines = Machines(args.gpus, args.nodes, args.node_rank, args.rendezvous)
     check_batch(args.recipe.batch_size, machines.ranks)
+    check_one_gpu(args.recipe, machines.ranks)  # before ranks are started, each of which would say so
     started = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and machines.ranks not in (1, int(started)):
         what = f"ask for {machines.ranks} ranks, and {started} were started"

@@ -8,6 +8,7 @@ the exported model has it too.
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -55,11 +56,24 @@ def check_positions(recipe: Recipe, config: PreTrainedConfig, longest: int) -> N
     wanted = min(longest, recipe.max_length) if rotary else recipe.max_length
     if not known or wanted <= known or (rotary and recipe.rope == AS_IS):
         return
-    own = (getattr(config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")
-    scale = f"--rope yarn:{-(-wanted // known)} scales its positions; " if rotary and own == "default" else ""
+    enough = enough_scaling(recipe, config, wanted) if rotary else ""
+    scale = f"--rope {enough} scales its positions; " if enough else ""
     anyway = f"--rope {AS_IS} goes on beyond them. " if rotary else ""
     raise ModelError(
         f"knows {known:,} positions, and an example would have {wanted:,}",
         where=recipe.model,
         remedy=f"{scale}{anyway}Or lower --max-length to {known}.",
     )
+
+
+def enough_scaling(recipe: Recipe, config: PreTrainedConfig, wanted: int) -> str:
+    """The smallest whole factor that gives so many positions, of the recipe's kind; empty where none can be asked for.
+
+    `config` has the scaling of the recipe already.
+    """
+    kind, _, factor = (recipe.rope or "").partition(":")
+    own = (getattr(config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")
+    if not factor and own != "default":
+        return ""
+    plain = math.ceil(positions_of(config) / float(factor or 1) - 1e-9)  # scaled positions were rounded down
+    return f"{kind or 'yarn'}:{-(-wanted // plain)}"

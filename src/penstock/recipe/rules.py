@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 TRACKERS = ("tensorboard", "wandb", "trackio")
 _WEIGHTS = re.compile(r"auto|resident|streamed|[1-9][0-9]*")
 _TILE = re.compile(r"auto|none|[1-9][0-9]*")
-_ROPE = re.compile(r"as-is|(yarn|linear):[0-9]+(\.[0-9]+)?")
+_ROPE = re.compile(r"as-is|(?:yarn|linear):([0-9]+(?:\.[0-9]+)?)")
 _INPUTS = re.compile(r"auto|kept|parked(:[1-9][0-9]*)?")
 _RECOMPUTE = re.compile(r"auto|none|(selected|full)(:[0-9]+)?")
 
@@ -22,6 +22,7 @@ _RECOMPUTE = re.compile(r"auto|none|(selected|full)(:[0-9]+)?")
 def broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
     """(field, rule, remedy) of every rule that the values break."""
     numbers = {name: getattr(r, name) for name in vars(r) if isinstance(getattr(r, name), float)}
+    rope = _ROPE.fullmatch("as-is" if r.rope is None else r.rope)
     checks: list[tuple[bool, str, str, str]] = [
         *((math.isfinite(v), f, "must be a finite number", "Such as 0.5 or 1e-5.") for f, v in numbers.items()),
         (bool(r.name.strip()) and "/" not in r.name, "name", "must be a word without '/'", "A path is --output-dir."),
@@ -64,8 +65,9 @@ def broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (0 <= r.seed < 2**32, "seed", "must be between 0 and 4294967295", "42 is the default."),
         (_RECOMPUTE.fullmatch(r.recompute) is not None, "recompute",
          "must be auto, none, selected, full, or one of the last two with a number of layers", "Such as selected:8."),
-        (r.rope is None or (_ROPE.fullmatch(r.rope) is not None and not r.rope.endswith(":0")), "rope",
-         "must be as-is, or yarn or linear with a factor", "Such as yarn:4."),
+        (rope is not None, "rope", "must be as-is, or yarn or linear with a factor", "Such as yarn:4."),
+        (rope is None or float(rope[1] or "inf") > 1, "rope", "the factor must be greater than 1",
+         "Such as yarn:4, for four times as many positions; as-is leaves them as they are."),
         (not r.shape or r.init == "random", "shape", "needs random weights", "Add --init random."),
         (0 < r.cpu_adam_cores <= 1, "cpu_adam_cores", "must be over 0 and at most 1", "It is a share of the cores."),
         (r.update != "in-backward" or not r.max_grad_norm, "update", "the global norm is not known in backward",
@@ -102,7 +104,8 @@ def _streaming_rules(r: Recipe) -> list[tuple[bool, str, str, str]]:
         (_TILE.fullmatch(r.tile) is not None, "tile", "must be auto, none or a number of tokens", "Such as 16384."),
         (ours or r.tile == "auto", "tile", "DeepSpeed chooses this itself", use_ours),
         (r.tile in ("auto", "none") or by_layer, "tile",
-         "goes with what is computed layer by layer", "Add --order layers or --weights streamed, or leave it out."),
+         "goes with layers that are computed one by one, on one GPU",
+         "On one GPU add --order layers or --weights streamed. On several leave it out."),
         (r.tile in ("auto", "none") or r.attention in ("auto", "varlen"), "tile", "needs varlen attention",
          "Leave one of them out."),
         (r.mode != "zerooffload" or r.weights in ("auto", "resident"), "weights",
@@ -110,7 +113,8 @@ def _streaming_rules(r: Recipe) -> list[tuple[bool, str, str, str]]:
         (not by_layer or r.recompute in ("auto", "full"), "recompute",
          "streamed weights and the order layers compute every layer again", "Leave it out."),
         (r.inputs == "auto" or by_layer, "inputs",
-         "goes with what is computed layer by layer", "Add --order layers or --weights streamed, or leave it out."),
+         "goes with layers that are computed one by one, on one GPU",
+         "On one GPU add --order layers or --weights streamed. On several leave it out."),
     ]  # fmt: skip
 
 
