@@ -409,3 +409,12 @@ def test_fp8_products_are_planned_and_shown(capsys):
 def test_a_machine_without_fp8_products_is_refused(capsys):
     assert main(["plan", "llama-8b", "--gpu", "a100", "--matmul", "fp8"]) == 2
     assert "a100 has no fp8 products" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_told_with_the_tables_figure(capsys):
+    words = "plan llama-8b --gpu rtx4090 --max-length 196608 --batch-size 1 --host-memory 200GB"
+    assert main(words.split()) == 3
+    shown = capsys.readouterr()
+    total = re.search(r"GPU memory: ([\d.]+) GB of", shown.out)
+    assert total is not None
+    assert f"{total[1]} GB of GPU memory" in shown.err

@@ -190,3 +190,17 @@ def test_rows_at_once_are_those_of_one_gpu():
     assert flags_between(old, new) == ("--micro-batch-size 2",)
     assert make_plan(replace(PRESETS["llama-8b"], batch_size=8, micro_batch_size=2), H200, 2).settings.micro_batch == 2
     assert make_plan(replace(PRESETS["llama-8b"], batch_size=8), H200, 2).settings.micro_batch == 4
+
+
+def test_rows_are_shortened_no_more_than_they_must():
+    """To five eighths where half fits, and to no length that another eighth could be added to."""
+    card = replace(MACHINES["rtx4090"], host_bytes=200 * 10**9)
+    for length in (172032, 196608, 200000):
+        plan = make_plan(replace(PRESETS["llama-8b"], batch_size=1, max_length=length), card)
+        change = cheapest_change(plan)
+        assert change is not None
+        found = change.plan.job.length
+        assert change.plan.fits
+        assert found % 64 == 0
+        assert found > length / 2
+        assert solve(replace(change.plan.job, length=found + length // 8), card, free=Free(states="fp32")) is None

@@ -26,7 +26,7 @@ def refusal(report: Report, command: Sequence[str]) -> DoesNotFit:
         where, room, kind = ("gpu", "host"), plan.gpu_room, "memory"
     context = sum(b.num_bytes for b in plan.buffers if b.name == "CUDA context" and b.place in where)
     need, room = float(sum(plan.peak_bytes(place) for place in where) + context), room + context
-    if short > 0 and scarce == "gpu" and not plan.machine.one_memory:
+    if short > 0 and scarce == "gpu" and need <= room and not plan.machine.one_memory:
         need = room + short  # with slots for state, of which there is none yet
     parts = ", ".join(f"{b.name} {b.num_bytes / 1e9:.1f}" for b in largest_parts(plan, where))
     away = f"{_streaming(plan)}state on the host as far as {'they' if plan.settings.streamed else 'it'}"

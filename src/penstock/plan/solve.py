@@ -275,13 +275,28 @@ def cheapest_change(base: Plan, free: Free = EVERYTHING) -> Alternative | None:
             changed = [replace(job, clip=clip, update=update, length=length, batch_size=batch) for job in jobs]
             found = [plan for job in changed if (plan := solve(job, base.machine, base.gpus, free)) is not None]
             if found:
-                plan = min(found, key=lambda plan: EXACTNESS.index(plan.settings.states))
+                plan = min(found, key=_exactness)
+                plan = _longer(plan, free) if length < base.job.length else plan
                 trades = ["shorter rows"] if length < base.job.length else []
                 trades += ["fewer rows in a step"] if batch < rows else []
                 trades += ["no clipping"] if clip != base.job.clip else []
                 trades += [TRADES[plan.settings.states]] if plan.settings.states in TRADES else []
                 return Alternative(plan, flags_between(base, plan), "; ".join(trades))
     return None
+
+
+def _exactness(plan: Plan) -> int:
+    return EXACTNESS.index(plan.settings.states)
+
+
+def _longer(plan: Plan, free: Free) -> Plan:
+    """Twice its length does not fit: one in between, if as exact."""
+    for eighths in (7, 6, 5):
+        job = replace(plan.job, length=plan.job.length * eighths // 256 * 64)
+        found = solve(job, plan.machine, plan.gpus, free)
+        if found is not None and _exactness(found) <= _exactness(plan):
+            return found
+    return plan
 
 
 def _halves(number: int, least: int) -> list[int]:
