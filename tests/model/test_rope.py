@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 from tiny import tiny_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.errors import ModelError, RecipeError
-from penstock.model.load import load_config
+from penstock.model.load import load_config, load_tokenizer
 from penstock.model.rope import check_positions, positions_of, with_rope
 from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import Recipe
@@ -80,6 +80,13 @@ def test_the_scaling_is_in_the_model(rope, tmp_path):
     torch.testing.assert_close(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
     plain = AutoModelForCausalLM.from_config(config)
     assert not torch.equal(plain.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize(("rope", "positions"), [("yarn:4", 4096), ("as-is", 1024), (None, 1024)])
+def test_the_tokenizer_knows_as_many_positions_as_the_model(rope, positions, tmp_path):
+    recipe = Recipe(rope=rope)
+    load_tokenizer(recipe).save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).model_max_length == positions == positions_of(load_config(recipe))
 
 
 def test_what_cannot_be_scaled_is_refused():

@@ -38,7 +38,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from penstock.errors import ModelError, RecipeError
 from penstock.model.initial import draw_weights
-from penstock.model.rope import with_rope
+from penstock.model.rope import scales, with_positions, with_rope
 from penstock.model.shape import MUST_AGREE, with_shape
 from penstock.model.source import Source, find_source, is_local
 from penstock.model.weight_files import Progress, StoredTensor, read_headers
@@ -83,7 +83,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"the tokenizer cannot be loaded: {error}", where=str(source.directory), remedy=remedy
         ) from error
-    return tokenizer
+    return with_positions(tokenizer, load_config(recipe)) if scales(recipe) else tokenizer
 
 
 def load_model(recipe: Recipe, config: PreTrainedConfig, device: torch.device, say: Say) -> PreTrainedModel:

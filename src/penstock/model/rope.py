@@ -11,7 +11,7 @@ import copy
 import math
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from penstock.errors import ModelError, RecipeError
 from penstock.recipe.recipe import Recipe
@@ -19,9 +19,14 @@ from penstock.recipe.recipe import Recipe
 AS_IS = "as-is"
 
 
+def scales(recipe: Recipe) -> bool:
+    """Whether rotary positions are scaled."""
+    return recipe.rope not in (None, AS_IS)
+
+
 def with_rope(config: PreTrainedConfig, recipe: Recipe) -> PreTrainedConfig:
     """The config with the scaling that the recipe asks for."""
-    if recipe.rope in (None, AS_IS):
+    if recipe.rope is None or not scales(recipe):
         return config
     kind, _, factor = recipe.rope.partition(":")
     text, where = config.get_text_config(), f"rope = {recipe.rope}"
@@ -39,6 +44,12 @@ def with_rope(config: PreTrainedConfig, recipe: Recipe) -> PreTrainedConfig:
     text = config.get_text_config()
     text.rope_parameters, text.max_position_embeddings = scaled, int(known * float(factor))
     return config
+
+
+def with_positions(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer with as many positions as the config. It would cut at the earlier number, or warn of errors."""
+    tokenizer.model_max_length = max(tokenizer.model_max_length, positions_of(config))
+    return tokenizer
 
 
 def positions_of(config: PreTrainedConfig) -> int:
