@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,8 @@ from penstock.errors import ModelError, RecipeError
 from penstock.machine.known import H200
 from penstock.model.load import load_config
 from penstock.model.matmul import check_matmul
-from penstock.plan.architecture import KNOWN, architecture_of, check_fp8, from_config
+from penstock.model.rope import check_positions, positions_of
+from penstock.plan.architecture import KNOWN, architecture_of, check_fp8, check_rope, from_config
 from penstock.plan.layout import parameters
 from penstock.plan.report import make_plan
 from penstock.recipe.presets import ARCHITECTURES, PRESETS
@@ -88,3 +90,41 @@ def test_plan_refuses_fp8_where_training_does(shape, said):
         assert all("no product can run in fp8" in refusal for refusal in refusals)
         with pytest.raises(ModelError, match="no product can run in fp8"):
             make_plan(recipe, H200)
+
+
+@pytest.mark.parametrize("preset", ["llama-8b", "qwen3-14b", "gpt-oss-20b", "phi-4"])
+@pytest.mark.parametrize("rope", [None, "as-is", "yarn:2", "linear:1.5"])
+@pytest.mark.parametrize("beyond", [0.9, 1.4, 3.0])
+def test_plan_knows_the_positions_that_training_refuses(preset, rope, beyond):
+    """The same refusal of a scaling; and a note, with the same remedy, where an example could not fill its row."""
+    recipe = replace(PRESETS[preset], init="random", rope=rope)
+    recipe = replace(recipe, max_length=int(beyond * positions_of(load_config(replace(recipe, rope=None)))))
+
+    def said(check):
+        try:
+            return check() or ""
+        except (RecipeError, ModelError) as error:
+            return str(error)
+
+    planned = said(lambda: check_rope(architecture_of(recipe), recipe))
+    trained = said(lambda: check_positions(recipe, load_config(recipe), recipe.max_length))
+    assert bool(planned) == bool(trained)
+    if "scaling of its own" in trained:
+        assert planned == trained
+    elif trained:
+        known, ways = re.search(r"knows ([\d,]+) positions", trained), re.search(r"--rope.*beyond them\.", trained)
+        assert known is not None
+        assert ways is not None
+        assert known[0] in planned
+        assert ways[0] in planned
+
+
+def test_a_config_files_own_scaling_is_known(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(
+        {"model_type": "llama", **SMALL, "max_position_embeddings": 64,
+         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}
+    ))  # fmt: skip
+    recipe = Recipe(model=str(tmp_path), max_length=1024)
+    assert "knows 256 positions" in check_rope(architecture_of(recipe), recipe)
+    with pytest.raises(RecipeError, match="a scaling of its own, yarn"):
+        check_rope(architecture_of(recipe), replace(recipe, rope="yarn:2"))

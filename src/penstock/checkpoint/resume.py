@@ -41,7 +41,7 @@ from penstock.data.loader import Position
 from penstock.engine import Engine
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import CheckpointError, counted
-from penstock.model.rope import AS_IS
+from penstock.recipe.positions import AS_IS
 from penstock.recipe.recipe import FIELDS, Recipe, to_dict
 
 NEWEST = "newest"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ModelError, RecipeError
+from penstock.recipe.positions import AS_IS, check_scaling, known_positions, ways_beyond
 from penstock.recipe.presets import ARCHITECTURES, Architecture
 from penstock.recipe.recipe import FP8_MULTIPLE, Recipe, fp8_layers
 
@@ -84,6 +85,7 @@ def from_config(values: dict[str, Any], where: str) -> Architecture:
     sparse = kind in ("gpt_oss", "qwen3_moe")
     experts = int(values.get("num_experts") or values.get("num_local_experts") or 0) if sparse else 0
     inner = int(values["intermediate_size"])
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     bias = bool(values.get("attention_bias", kind in ("qwen2", "seed_oss", "gpt_oss")))
     return Architecture(
         model_type=kind,
@@ -96,7 +98,7 @@ def from_config(values: dict[str, Any], where: str) -> Architecture:
         vocab=int(values["vocab_size"]),
         max_positions=int(values.get("max_position_embeddings") or 0),
         norm_eps=float(values.get("rms_norm_eps") or 1e-6),
-        rope=(),
+        rope=tuple((name, value) for name, value in rope.items() if not isinstance(value, list | dict)),
         tied=bool(values.get("tie_word_embeddings", False)),
         qkv_bias=bias and kind != "phi3",
         output_bias=bias and kind in ("llama", "gpt_oss") and bool(values.get("attention_out_bias", True)),
@@ -119,6 +121,21 @@ def check_fp8(a: Architecture, model: str) -> None:
     if a.hidden % FP8_MULTIPLE or all(side % FP8_MULTIPLE for side in sides.values()):
         found = ", ".join(f"{name} {side}" for name, side in {"hidden": a.hidden, **sides}.items())
         raise no_fp8(model, f"both sides must be multiples of {FP8_MULTIPLE}: {found}")
+
+
+def check_rope(a: Architecture, recipe: Recipe) -> str:
+    """Refuse a scaling that `train` refuses; what it would say of examples that fill these rows, or nothing."""
+    rope = dict(a.rope)
+    known, wanted = known_positions(a.max_positions, rope), recipe.max_length
+    if recipe.rope == AS_IS or not rope:  # an old config, which need not name its rotary positions
+        return ""
+    if recipe.rope:
+        check_scaling(recipe.rope, rope, known)
+        known = int(known * float(recipe.rope.partition(":")[2]))
+    if not known or wanted <= known:
+        return ""
+    ways = ways_beyond(recipe.rope, rope, known, wanted)
+    return f"the model knows {known:,} positions, and longer examples are refused by `train`; {ways}"
 
 
 def no_fp8(model: str, why: str = "") -> ModelError:

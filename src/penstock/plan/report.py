@@ -15,7 +15,7 @@ from typing import Any
 from penstock.errors import RecipeError, UserError, counted
 from penstock.machine.hardware import COMPILED_FROM, cpu_has_bf16
 from penstock.machine.known import Machine
-from penstock.plan.architecture import architecture_of, check_fp8
+from penstock.plan.architecture import architecture_of, check_fp8, check_rope
 from penstock.plan.job import Job, Settings
 from penstock.plan.layout import gpu_reserve
 from penstock.plan.predict import Plan, gpu_shortage, predict
@@ -52,6 +52,7 @@ class Report:
     others: tuple[Alternative, ...]
     flags: tuple[str, ...] = ()
     """What the solver changed in the recipe, if it was free to."""
+    note: str = ""
 
     @cached_property
     def step_seconds(self) -> float:
@@ -217,7 +218,8 @@ def make_report(
         plan = solve(plan.job, plan.machine, gpus) or plan
     found = alternatives(plan) if plan.fits else []
     others = tuple(replace(other, flags=flags_between(stated, other.plan)) for other in found)
-    return Report(recipe.name, plan, length, others, flags_between(stated, plan))
+    note = check_rope(plan.job.architecture, recipe)
+    return Report(recipe.name, plan, length, others, flags_between(stated, plan), note)
 
 
 def headline(plan: Plan) -> str:
@@ -262,6 +264,7 @@ def lines(report: Report) -> list[str]:
         f"{counted(job.batch_size, 'row')} of {job.length:,} tokens a step",
         f"  {headline(plan)}" + ("" if plan.fits else ": does not fit"),
         *([f"  chosen by the solver: {' '.join(report.flags)}"] if report.flags else []),
+        *([f"  {report.note}"] if report.note else []),
         "",
         *_memory(plan),
     ]

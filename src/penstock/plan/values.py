@@ -60,5 +60,6 @@ def report_json(report: Report) -> dict[str, Any]:
         **as_json(report.plan),
         "run": length,
         "flags": report.flags,
+        "note": report.note,
         "alternatives": others,
     } | sources
