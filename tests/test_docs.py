@@ -150,6 +150,26 @@ def test_the_plans_that_a_page_shows_are_those_that_are_made(capsys):
         assert not missing, command
 
 
+def test_figures_beside_a_plan_are_those_that_the_command_prints(capsys):
+    pages = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("long-rows.md", "small-gpus.md"))
+    shown = re.findall(r"^penstock (plan .*?) +# (.*\d.*)$", pages, re.MULTILINE)
+    assert len(shown) == 7
+    for command, figures in shown:
+        assert cli.main(command.split()) == 0
+        made = capsys.readouterr().out
+        (seconds,) = re.findall(r"^Step: ([\d.]+) s", made, re.MULTILINE)
+        (gigabytes,) = re.findall(r"^GPU memory.*?: ([\d.]+) GB", made, re.MULTILINE)
+        printed = [
+            f"{float(seconds):.1f} s a step",
+            f"{gigabytes} GB of ",
+            *re.findall(r"\d+ of \d+ layers stream", made),
+        ]
+        left = figures
+        for figure in printed:
+            left = left.replace(figure, "")
+        assert not re.search(r"\d", left), f"penstock {command}: {printed}"
+
+
 def test_no_page_knows_the_machine_it_was_written_on():
     pages = [*PAGES, ROOT / "docs" / "notebook.ipynb", ROOT / "mkdocs.yml"]
     for page in pages:
