@@ -1,17 +1,20 @@
 """What the documentation shows can be run: Python blocks and the notebook are, and every `penstock` line is parsed."""
 
 import importlib.util
+import inspect
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
+from penstock import OffloadAdamW
 from penstock.command import cli
 from penstock.recipe.presets import PRESETS
 
@@ -31,6 +34,19 @@ def test_python_blocks_of_a_page_run_one_after_another(page, tmp_path):
     code = "\n".join(blocks(page, "python"))
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
     assert result.returncode == 0, result.stderr
+
+
+def test_what_the_examples_of_the_library_need_is_said():
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    default = inspect.signature(OffloadAdamW).parameters["max_grad_norm"].default
+    assert f"`max_grad_norm`, which is {default} by default" in page
+    installed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    examples = (ROOT / name for name in re.findall('--8<-- "(.*?)"', page))
+    code = "\n".join([*blocks(ROOT / "docs" / "library.md", "python"), *(p.read_text("utf-8") for p in examples)])
+    imported = set(re.findall(r"^(?:import|from) (\w+)", code, re.M)) - set(sys.stdlib_module_names) - {"penstock"}
+    assert "torch" in imported
+    for name in imported - {re.match(r"[\w-]+", one)[0] for one in installed}:
+        assert f"pip install {name.replace('_', '-')}" in page
 
 
 def commands():
