@@ -204,7 +204,7 @@ def test_a_gpu_before_ada_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     said = refusal(small(), "cuda")
-    assert "NVIDIA A100 has no fp8 products that torch knows of (compute capability 8.0)" in said
+    assert "Penstock has no fp8 products for NVIDIA A100 (compute capability 8.0)" in said
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     recipe = small()
     check_matmul(recipe, load_config(recipe), torch.device("cuda"))

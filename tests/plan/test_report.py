@@ -406,9 +406,12 @@ def test_fp8_products_are_planned_and_shown(capsys):
     assert "fp8 products, exact fp32 state" in capsys.readouterr().out
 
 
-def test_a_machine_without_fp8_products_is_refused(capsys):
-    assert main(["plan", "llama-8b", "--gpu", "a100", "--matmul", "fp8"]) == 2
-    assert "a100 has no fp8 products" in capsys.readouterr().err
+@pytest.mark.parametrize("gpu", ["a100", "mi300a"])
+def test_a_machine_that_penstock_has_no_fp8_products_for_is_refused(gpu, capsys):
+    assert main(["plan", "llama-8b", "--gpu", gpu, "--matmul", "fp8"]) == 2
+    said = capsys.readouterr().err
+    assert f"Penstock has no fp8 products for {gpu}" in said, "an MI300A itself has them"
+    assert "NVIDIA's GPUs from Ada and Hopper on" in said
 
 
 def test_what_does_not_fit_is_told_with_the_tables_figure(capsys):

@@ -98,8 +98,9 @@ def check_matmul(recipe: Recipe, config: PreTrainedConfig, device: torch.device)
             torch.cuda.get_device_name(device),
             ".".join(map(str, torch.cuda.get_device_capability(device))),
         )
-        what = f"{name} has no fp8 products that torch knows of (compute capability {capability})"
-        raise RecipeError(what, where="matmul = 'fp8'", remedy=f"{use_bf16} NVIDIA's have them from Ada (8.9) on.")
+        what = f"Penstock has no fp8 products for {name} (compute capability {capability})"
+        remedy = f"{use_bf16} It has them for NVIDIA's GPUs from Ada (8.9) on."
+        raise RecipeError(what, where="matmul = 'fp8'", remedy=remedy)
     model = build_on_meta(recipe, config, torch.bfloat16, lambda model: model.tie_weights())
     layers = inner(find_decoder(model).layers)
     chosen = choose(model, layers)

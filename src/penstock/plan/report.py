@@ -192,10 +192,8 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
         )
     check_one_gpu(recipe, gpus)
     if recipe.matmul == "fp8" and machine.predicts_time and not machine.fp8_flops_per_s:
-        what, remedy = (
-            f"{machine.name} has no fp8 products",
-            "Use --matmul bf16. GPUs from Ada and Hopper on have them.",
-        )
+        what = f"Penstock has no fp8 products for {machine.name}"
+        remedy = "Use --matmul bf16. It has them for NVIDIA's GPUs from Ada and Hopper on."
         raise RecipeError(what, where="matmul = 'fp8'", remedy=remedy)
     job, machine = job_on(recipe, machine), limited(machine, recipe)
     if recipe.matmul == "fp8":
