@@ -23,6 +23,7 @@ from fault_runs import (
 )
 
 from penstock.checkpoint.resume import is_whole
+from penstock.checkpoint.run_dir import run_recipe
 
 STEPS = ["--max-steps", "6", "--save-every", "2", "--keep", "2"]
 
@@ -171,10 +172,41 @@ def test_a_full_disk_between_saves_is_said_too(server, run, whole_run):
     assert_same_end(run, whole_run)
 
 
-def test_a_limit_on_file_size_is_a_full_disk(server, run, whole_run):
-    ended = resume(server, run, file_bytes=100_000)
+@pytest.mark.parametrize("file", [".penstock-", "recipe.yaml", "ranks.json", "metrics.jsonl", "facts/environment.json"])
+def test_a_disk_that_is_full_when_a_run_goes_on_costs_nothing(server, run, whole_run, file):
+    nth = 2 if file == ".penstock-" else 1  # the first tries whether the directory can be written at all
+    ended = resume(server, run, fault=[str(run / file), nth, NO_SPACE])
     assert ended.code == 3, ended.text
-    assert "the run can no longer be written (File too large)" in ended.text
+    assert "the run can no longer be written (No space left on device)" in ended.text
+    assert "step-00000004 is whole: --resume goes on from it" in ended.text
+    assert run_recipe(run).save_every == 2, "it is whole"
+    assert not list(run.glob(".penstock-*"))
+    assert resume(server, run).code == 0
+    assert_same_end(run, whole_run)
+
+
+def test_a_disk_that_is_full_when_a_run_begins_leaves_nothing(server, tmp_path):
+    ended = server.train(tmp_path / "run", *STEPS, fault=[str(tmp_path / "run/.penstock-"), 1, NO_SPACE])
+    assert (ended.code, "Free space on the disk. No checkpoint was saved before." in ended.text) == (3, True), (
+        ended.text
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_when_all_is_written_costs_the_summary_only(server, tmp_path, whole_run):
+    ended = server.train(tmp_path / "run", *STEPS, fault=[str(tmp_path / "run/facts/summary.json"), 1, NO_SPACE])
+    assert (ended.code, "WARNING: the report will lack some facts" in ended.text) == (0, True), ended.text
+    assert_same_end(tmp_path / "run", whole_run)
+
+
+@pytest.mark.parametrize("file_bytes", [10_000, 200_000])
+def test_a_limit_on_file_size_is_not_a_full_disk(server, run, whole_run, file_bytes):
+    ended = resume(server, run, file_bytes=file_bytes)
+    assert ended.code == 3, ended.text
+    found = {10_000: "a file may have 10,000 bytes here", 200_000: "the run can no longer be written (File too large)"}
+    assert found[file_bytes] in ended.text
+    assert "`ulimit -f` shows the limit" in ended.text
+    assert "Free space" not in ended.text
     assert resume(server, run).code == 0
     assert_same_end(run, whole_run)
 

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import shutil
 from contextlib import nullcontext
 
@@ -113,6 +115,32 @@ def test_the_disk_must_hold_what_is_kept_one_more_and_the_model(
         with pytest.raises(DoesNotFit, match=r"(?s)GiB of disk, .* are free.*--keep 0") as caught:
             check_room(tmp_path, num_saves=num_saves, keep=keep, **sizes)
         assert caught.value.exit_code == 3
+
+
+def test_a_limit_on_file_size_is_seen_before_a_run_begins(tmp_path, monkeypatch):
+    for limit, refused in ((None, False), (13 * 2**20, False), (12 * 2**20, True)):
+        monkeypatch.setattr("penstock.checkpoint.run_dir.file_limit", lambda limit=limit: limit)
+        with pytest.raises(DoesNotFit, match="and a file may have 12 MiB") if refused else nullcontext() as caught:
+            check_room(tmp_path, checkpoint_bytes=2**20, export_bytes=13 * 2**20, num_saves=1, keep=1)
+    assert "`ulimit -f`" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("reason", "kind"), [(errno.EROFS, OutputError), (errno.ENOSPC, DoesNotFit)])
+def test_a_directory_that_cannot_be_written_is_not_called_full(tmp_path, monkeypatch, reason, kind):
+    def refuse(*_, **__):
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr("penstock.checkpoint.run_dir.tempfile.mkdtemp", refuse)
+    with pytest.raises(kind, match="cannot be written") as caught:
+        check_run_dir(tmp_path, overwrite=False)
+    assert ("Free space" in caught.value.remedy) == (kind is DoesNotFit)
+
+
+def test_a_file_that_was_being_written_when_a_process_died_is_cleared_away(tmp_path):
+    run = make_run_dir(Recipe(output_dir=str(tmp_path / "run")))
+    (run / ".penstock-1-recipe.yaml").write_text("ha")
+    check_run_dir(run, overwrite=True)
+    assert [path.name for path in run.iterdir()] == ["recipe.yaml"]
 
 
 @pytest.mark.parametrize(("free_gib", "fits"), [(3 * 10 + 3 - 2, True), (3 * 10 + 3 - 3, False)])

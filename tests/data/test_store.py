@@ -1,6 +1,7 @@
 """The cache: found again when nothing changed, built again when anything did or anything is damaged."""
 
 import dataclasses
+import errno
 import os
 import resource
 import signal
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from penstock.data import store as store_module
+from penstock.data.encoding import writing
 from penstock.data.source import open_source
 from penstock.data.store import notes, open_store
 from penstock.errors import DataError, DoesNotFit
@@ -222,7 +224,7 @@ def test_an_unwritable_cache_does_not_stop_a_run(write, chatml, alpaca_rows, mon
     assert not directory.exists(), "the temporary directory goes with the store"
 
 
-def test_a_full_disk_is_said_to_be_one(write, chatml, alpaca_rows):
+def test_a_limit_on_file_size_is_said_to_be_one(write, chatml, alpaca_rows):
     path = write(alpaca_rows(200))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -234,9 +236,21 @@ def test_a_full_disk_is_said_to_be_one(write, chatml, alpaca_rows):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)
-    assert "PENSTOCK_CACHE" in caught.value.remedy
+    assert "`ulimit -f`" in caught.value.remedy
+    assert "PENSTOCK_CACHE" not in caught.value.remedy
     assert any("cannot be written" in line for line in said)
     assert list(cache_dir("tokens").iterdir()) == []
+
+
+def test_a_full_disk_is_said_to_be_one(write, chatml, alpaca_rows, monkeypatch):
+    def full(*_):
+        with writing():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("penstock.data.encoding._Column.append", full)
+    with pytest.raises(DoesNotFit, match=r"cannot be written \(No space left on device\)") as caught:
+        open_it(write(alpaca_rows(2)), chatml)
+    assert "PENSTOCK_CACHE" in caught.value.remedy
 
 
 def test_the_cache_lies_where_it_is_told_to(monkeypatch, tmp_path):

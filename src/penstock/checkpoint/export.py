@@ -31,6 +31,7 @@ from penstock.checkpoint.resume import NEWEST, Saved, TakesCheckpoint, find_save
 from penstock.checkpoint.run_dir import find_model, run_recipe
 from penstock.checkpoint.store import Checkpoint, find, open_checkpoint, read_tensors, verify
 from penstock.errors import DISK_IS_FULL, CheckpointError, Diverged, DoesNotFit, OutputError, RecipeError
+from penstock.machine.disk import FILE_LIMIT, hits_file_limit
 from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.known import parse_bytes
 from penstock.model.attention import stock_attention
@@ -40,6 +41,9 @@ from penstock.recipe.recipe import Recipe, with_values
 
 OCCUPIED = "Name a directory that does not exist yet, or remove this one."
 NO_ROOM = "Free space there, or write it elsewhere: `penstock export RUN --to DIR`. Nothing of it was left behind."
+SMALLER_FILES = (
+    "`penstock export RUN --to DIR --shard-size 1GB` writes smaller ones. Nothing of this one was left behind."
+)
 UNCHECKED = (
     "What was written is left there, and checkpoints are untouched. Try `penstock export RUN --to DIR`; if it says so "
     "again, please report it with the name of the model."
@@ -67,7 +71,7 @@ def export(
             make_readable(written)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(written, ignore_errors=True)
-            raise DoesNotFit(f"cannot write the model: {error}", where=str(directory), remedy=NO_ROOM) from error
+            raise not_written(directory, error) from error
         _compare(model, tokenizer, written, trust_remote_code)  # if it fails, what was trained is still in `written`
     written.rename(directory)
 
@@ -84,6 +88,12 @@ def make_place(directory: Path, written: Path) -> None:
         if error.errno in DISK_IS_FULL:
             raise DoesNotFit(what, where=str(directory), remedy=NO_ROOM) from error
         raise OutputError(what, where=str(directory), remedy=remedy) from error
+
+
+def not_written(directory: Path, error: Exception) -> DoesNotFit:
+    """What to say of a model that could not be written, and is removed again as far as it was."""
+    remedy = f"{FILE_LIMIT} {SMALLER_FILES}" if hits_file_limit(error) else NO_ROOM
+    return DoesNotFit(f"cannot write the model: {error}", where=str(directory), remedy=remedy)
 
 
 def make_readable(written: Path) -> None:

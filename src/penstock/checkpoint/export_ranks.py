@@ -22,18 +22,18 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from penstock.checkpoint.export import (
-    NO_ROOM,
     UNCHECKED,
     compare_logits,
     end_tokens_of,
     make_place,
     make_readable,
+    not_written,
     write_code,
 )
 from penstock.checkpoint.tensors import receive_blocks, send_tensors
 from penstock.engine.fsdp import load_for_ranks
 from penstock.engine.ranks import World
-from penstock.errors import CheckpointError, DoesNotFit
+from penstock.errors import CheckpointError
 from penstock.machine.gpu_memory import gpu_room
 from penstock.model.attention import stock_attention
 from penstock.model.decoder import find_decoder
@@ -90,7 +90,7 @@ def _write(
         make_readable(written)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(written, ignore_errors=True)
-        raise DoesNotFit(f"cannot write the model: {error}", where=str(directory), remedy=NO_ROOM) from error
+        raise not_written(directory, error) from error
 
 
 def _renamed(model: PreTrainedModel, parameters: list[SavedTensor]) -> Iterator[tuple[str, Tensor]]:

@@ -6,16 +6,18 @@ import json
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
 
 from penstock.checkpoint.lock import LOCK_FILE, refuse_if_claimed
 from penstock.checkpoint.places import CHECKPOINTS, RECIPE_FILE, check_is_run
-from penstock.checkpoint.store import find, remove, sweep, sync_directory
+from penstock.checkpoint.store import FILE_BYTES, find, remove, sweep, sync_directory
 from penstock.engine.deepspeed_config import deepspeed_json
 from penstock.engine.ranks import ALONE, World
-from penstock.errors import CheckpointError, DoesNotFit, OutputError, counted, size
+from penstock.errors import DISK_IS_FULL, CheckpointError, DoesNotFit, OutputError, counted, size
+from penstock.machine.disk import FILE_LIMIT, PROBE, file_limit, write_whole
 from penstock.recipe.recipe import Recipe, to_dict, with_values
 
 RANKS_FILE = "ranks.json"
@@ -27,8 +29,6 @@ RUN_FILES = {
 }  # fmt: skip
 """All that a run writes. Nothing else is ever removed, and no run begins in a directory with anything else."""
 
-_PROBE = ".penstock-"
-
 
 def check_run_dir(directory: Path, *, overwrite: bool, own: bool = False) -> None:
     """Refuse a directory that cannot be written, or that holds something we must not write over.
@@ -39,8 +39,8 @@ def check_run_dir(directory: Path, *, overwrite: bool, own: bool = False) -> Non
         raise OutputError("is a file, not a directory", where=str(directory), remedy="Use another --output-dir.")
     refuse_if_claimed(directory)
     held = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
-    for probe in (name for name in list(held) if name.startswith(_PROBE)):  # left by a process that died right here
-        shutil.rmtree(directory / probe, ignore_errors=True)
+    for probe in (name for name in list(held) if name.startswith(PROBE)):  # left by a process that died right here
+        _remove(directory / probe)
         held.remove(probe)
     foreign = sorted(held - RUN_FILES)
     if foreign and not (own and RECIPE_FILE in held):  # without a recipe it is no run's, whoever wants to go on there
@@ -53,10 +53,19 @@ def check_run_dir(directory: Path, *, overwrite: bool, own: bool = False) -> Non
     existing = next(p for p in (directory, *directory.absolute().parents) if p.exists())
     try:
         # Only a real attempt tells: permission bits say nothing of read-only mounts, or to root.
-        os.rmdir(tempfile.mkdtemp(prefix=_PROBE, dir=existing))
+        os.rmdir(tempfile.mkdtemp(prefix=PROBE, dir=existing))
     except OSError as error:
-        remedy = "Use an --output-dir that you can write to."
-        raise OutputError(f"cannot be written ({error.strerror})", where=str(directory), remedy=remedy) from None
+        what, remedy = f"cannot be written ({error.strerror})", "Use an --output-dir that you can write to."
+        if error.errno in DISK_IS_FULL:
+            remedy = "Free space there, or use an --output-dir on another disk."
+            raise DoesNotFit(what, where=str(directory), remedy=remedy) from None
+        raise OutputError(what, where=str(directory), remedy=remedy) from None
+
+
+def _remove(path: Path) -> None:
+    """A file, a link or a directory; what cannot be removed stays."""
+    with suppress(OSError):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def make_run_dir(recipe: Recipe, world: World = ALONE, *, keep_checkpoints: bool = False) -> Path:
@@ -68,14 +77,14 @@ def make_run_dir(recipe: Recipe, world: World = ALONE, *, keep_checkpoints: bool
     if not keep_checkpoints:
         for checkpoint in find(directory / CHECKPOINTS):
             remove(checkpoint)  # one that is there in part would pass for a damaged one
-    kept = {LOCK_FILE} | ({CHECKPOINTS, "facts"} if keep_checkpoints else set())
+    kept = {LOCK_FILE} | ({CHECKPOINTS, "facts", RECIPE_FILE} if keep_checkpoints else set())
     for old in (directory / name for name in RUN_FILES - kept):  # the directory itself may be a link or a mount
         shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
     text = yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
-    (directory / RECIPE_FILE).write_text(text, encoding="utf-8")
+    write_whole(directory / RECIPE_FILE, text)  # checkpoints without a recipe, or with half of one, are no run
     if recipe.engine == "deepspeed":
         config = json.dumps(deepspeed_json(recipe, world), indent=2)
-        (directory / DEEPSPEED_FILE).write_text(f"{config}\n", encoding="utf-8")
+        write_whole(directory / DEEPSPEED_FILE, f"{config}\n")
     sync_directory(directory)
     return directory
 
@@ -83,7 +92,7 @@ def make_run_dir(recipe: Recipe, world: World = ALONE, *, keep_checkpoints: bool
 def note_ranks(directory: Path, world: World, device: str) -> None:
     """Write down where the run runs."""
     facts = {"ranks": world.size, "ranks_per_machine": world.local_size, "device": device}
-    (directory / RANKS_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    write_whole(directory / RANKS_FILE, json.dumps(facts) + "\n")
 
 
 def check_room(
@@ -96,6 +105,7 @@ def check_room(
     keep_checkpoints: bool = True,
 ) -> None:
     """Refuse to begin what the disk cannot hold: the checkpoints that are kept, one being written, and the model."""
+    check_file_limit(directory, export_bytes)
     existing = len(find(directory / CHECKPOINTS)) if keep_checkpoints else 0
     # While the last one is written, all that will be kept are there; those that are there now are paid for. The first
     # is written before any is removed.
@@ -111,6 +121,18 @@ def check_room(
             where=str(directory),
             remedy="Free space, use an --output-dir on a larger disk, lower --keep, or save nothing with --keep 0.",
         )
+
+
+def check_file_limit(directory: Path, export_bytes: int) -> None:
+    """Refuse a run whose model has a file that the system will not let it write, before hours of training."""
+    limit, file_bytes = (
+        file_limit(),
+        min(export_bytes, FILE_BYTES),
+    )  # an exported model's largest file has that at least
+    if limit is not None and limit < file_bytes:
+        allowed = size(limit) if limit >= 2**20 else f"{limit:,} bytes"
+        what = f"the run writes files of {size(file_bytes)} and more, and a file may have {allowed} here"
+        raise DoesNotFit(what, where=str(directory), remedy=FILE_LIMIT)
 
 
 def _num_bytes(directory: Path) -> int:

@@ -35,6 +35,7 @@ from penstock.data.source import Source
 from penstock.data.turns import Format
 from penstock.errors import DataError, DoesNotFit, counted
 from penstock.machine.cache import cache_dir
+from penstock.machine.disk import FILE_LIMIT, hits_file_limit
 from penstock.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ def _build_aside(
             directory = tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True)
         _build(Path(directory.name), source, tokenizer, recipe, say)
     except Unwritable as error:
-        where = tempfile.gettempdir()
+        where, remedy = tempfile.gettempdir(), FILE_LIMIT if hits_file_limit(error) else remedy
         raise DoesNotFit(f"tokenized rows cannot be written ({error})", where=where, remedy=remedy) from error
     store = _load(Path(directory.name), source.files)
     if store is None:

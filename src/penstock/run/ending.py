@@ -18,6 +18,7 @@ import torch
 from penstock.checkpoint.places import CHECKPOINTS
 from penstock.checkpoint.store import find
 from penstock.errors import DISK_IS_FULL, DoesNotFit, Interrupted, OutputError
+from penstock.machine.disk import FILE_LIMIT, hits_file_limit
 from penstock.machine.launch import ERRORS
 from penstock.machine.signals import handling, leave_terminal
 from penstock.recipe.recipe import Recipe
@@ -93,7 +94,8 @@ def disk_advice(run_dir: Path) -> Iterator[None]:
         left = f"{whole[0]} is whole: --resume goes on from it." if whole else "No checkpoint was saved before."
         what = f"the run can no longer be written ({error.strerror})"
         if error.errno in DISK_IS_FULL:
-            raise DoesNotFit(what, where=str(run_dir), remedy=f"Free space on the disk. {left}") from error
+            remedy = f"{FILE_LIMIT} {left}" if hits_file_limit(error) else f"Free space on the disk. {left}"
+            raise DoesNotFit(what, where=str(run_dir), remedy=remedy) from error
         if error.errno in (errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE):
             remedy = f"See that the disk is there and can be written. {left}"
             raise OutputError(what, where=str(run_dir), remedy=remedy) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,16 +68,17 @@ def train(
         start = find_beginning(recipe, console, world, overwrite=overwrite, resume=resume, resume_anyway=resume_anyway)
         run, recipe = start.run, start.run.recipe
         loaded = load_engine(start, console, world, resume_anyway=resume_anyway)
-        if world.first:
-            make_run_dir(recipe, world, keep_checkpoints=start.saved is not None and own)
-            note_ranks(recipe.run_dir, world, describe(run.device))
-        records = begin_or_go_on(start, loaded, trackers, console, world)
+        with disk_advice(recipe.run_dir):
+            if world.first:
+                make_run_dir(recipe, world, keep_checkpoints=start.saved is not None and own)
+                note_ranks(recipe.run_dir, world, describe(run.device))
+            records = begin_or_go_on(start, loaded, trackers, console, world)
         with signals() as stop:
             sources = sources_of(records.recorder, run.device, run.recipe)
             watched = console.training(recipe.name, run.total_steps, sources, records.metrics.rows)
             with watched, memory_advice(recipe, world.size), disk_advice(recipe.run_dir):
                 run_steps(start, loaded, records, stop, console, world)
-            close_recorder(records.recorder, console)
+            record(records.recorder.close, console)  # the model is not written yet, and is worth more
             loaded.engine.release()
             last_step = records.metrics.rows[-1].step
             early = last_step < run.total_steps and records.metrics.out_of_patience(recipe.patience)
@@ -89,7 +90,7 @@ def train(
             raise interrupted(recipe, stop, last_step, run.total_steps)
         summary = summarize(records.metrics, recipe.run_dir, ask_again(run, loaded, world), run.data)
         summary = replace(summary, stopped_early=early)
-        records.recorder.end(summary)
+        record(lambda: records.recorder.end(summary), console)
         return summary
 
 
@@ -211,10 +212,10 @@ def run_steps(start: Start, loaded: Loaded, records: Records, stop: Stop, consol
     metrics.settle()
 
 
-def close_recorder(recorder: Recorder, console: Console) -> None:
-    """Write what is known of memory while state is there. The model is not written yet, and is worth more."""
+def record(write: Callable[[], None], console: Console) -> None:
+    """Write facts for the report. Whatever goes wrong, the run goes on without them."""
     try:
-        recorder.close()
+        write()
     except Exception as error:
         console.say(f"WARNING: the report will lack some facts ({type(error).__name__}: {error})")
 
