@@ -112,9 +112,42 @@ def test_the_disk_must_hold_what_is_kept_one_more_and_the_model(
     if fits:
         check_room(tmp_path, num_saves=num_saves, keep=keep, **sizes)
     else:
-        with pytest.raises(DoesNotFit, match=r"(?s)GiB of disk, .* are free.*--keep 0") as caught:
+        with pytest.raises(DoesNotFit, match=r"GiB of disk, .* are free") as caught:
             check_room(tmp_path, num_saves=num_saves, keep=keep, **sizes)
         assert caught.value.exit_code == 3
+
+
+SAVED = {"num_saves": 5, "save_every": 1}
+
+
+@pytest.mark.parametrize(
+    ("run", "free_gib", "listed", "advice"),
+    [
+        ({**SAVED, "keep": 3}, 35, "4 more checkpoints of 10.0 GiB (keep = 3, and one being written)", "--keep 2"),
+        ({**SAVED, "keep": 3}, 25, "4 more checkpoints of 10.0 GiB (keep = 3, and one being written)", "--keep 1"),
+        ({**SAVED, "keep": 2}, 15, "3 more checkpoints", "save at the end only: --save-every 0"),
+        ({**SAVED, "keep": 1}, 15, "2 more checkpoints", "save at the end only: --save-every 0"),
+        ({**SAVED, "keep": 1}, 5, "2 more checkpoints", "save no checkpoint: --keep 0 --save-every 0"),
+        ({"num_saves": 1, "keep": 3}, 5, "free: 1 more checkpoint of 10.0 GiB and the", "save no checkpoint: --keep 0"),
+        ({"num_saves": 1, "keep": 3}, 2, "1 more checkpoint", ""),
+        ({"num_saves": 1, "keep": 0}, 2, "are free: the model, 3.0 GiB", ""),
+        ({"num_saves": 0, "keep": 2}, 2, "are free: the model, 3.0 GiB", ""),  # a run that has ended
+        ({"num_saves": 5, "keep": 1, "keep_best": True}, 25, "(keep = 1, the best one, and one being written)",
+         "save at the end only: --no-keep-best"),
+        ({"num_saves": 1, "keep": 1, "keep_best": True}, 5, "1 more checkpoint",
+         "save no checkpoint: --keep 0 --no-keep-best"),
+    ],
+)  # fmt: skip
+def test_what_is_advised_is_enough_and_not_what_the_run_does_already(
+    tmp_path, monkeypatch, run, free_gib, listed, advice
+):
+    usage = shutil.disk_usage(tmp_path)._replace(free=free_gib * GIB)
+    monkeypatch.setattr("penstock.checkpoint.run_dir.shutil.disk_usage", lambda _: usage)
+    with pytest.raises(DoesNotFit) as caught:
+        check_room(tmp_path, checkpoint_bytes=10 * GIB, export_bytes=3 * GIB, **run)
+    assert listed in caught.value.what
+    assert caught.value.remedy.startswith("Free space")
+    assert caught.value.remedy.endswith(advice or "larger disk.")
 
 
 def test_a_limit_on_file_size_is_seen_before_a_run_begins(tmp_path, monkeypatch):

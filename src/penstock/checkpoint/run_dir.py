@@ -102,25 +102,49 @@ def check_room(
     num_saves: int,
     keep: int,
     export_bytes: int,
+    save_every: int = 0,
+    keep_best: bool = False,
     keep_checkpoints: bool = True,
 ) -> None:
     """Refuse to begin what the disk cannot hold: the checkpoints that are kept, one being written, and the model."""
     check_file_limit(directory, export_bytes)
     existing = len(find(directory / CHECKPOINTS)) if keep_checkpoints else 0
-    # While the last one is written, all that will be kept are there; those that are there now are paid for. The first
-    # is written before any is removed.
-    more = max(1, min(existing + num_saves - 1, keep) + 1 - existing) if num_saves and keep else 0
+
+    def needed(keep: int, num_saves: int, keep_best: bool = keep_best) -> int:
+        return num_more(existing, num_saves, keep + keep_best) * checkpoint_bytes + export_bytes
+
     there = next(path for path in (directory, *directory.resolve().parents) if path.exists())
-    needed, free = more * checkpoint_bytes + export_bytes, shutil.disk_usage(there).free
+    free = shutil.disk_usage(there).free
     if not keep_checkpoints:  # they make room, but another model's may be smaller
         free += _num_bytes(directory / CHECKPOINTS)
-    if needed > free:
-        raise DoesNotFit(
-            f"needs {size(needed)} of disk, {size(free)} are free: {counted(more, 'more checkpoint')} of "
-            f"{size(checkpoint_bytes)} (keep = {keep}, and one being written) and the model, {size(export_bytes)}",
-            where=str(directory),
-            remedy="Free space, use an --output-dir on a larger disk, lower --keep, or save nothing with --keep 0.",
-        )
+    if needed(keep, num_saves) <= free:
+        return
+    more, listed = num_more(existing, num_saves, keep + keep_best), f"the model, {size(export_bytes)}"
+    if more:
+        best = ", the best one" if keep_best else ""
+        why = f" (keep = {keep}{best}, and one being written)" if more > 1 else ""
+        listed = f"{counted(more, 'more checkpoint')} of {size(checkpoint_bytes)}{why} and {listed}"
+    # Only what is enough, and not what the run does anyway.
+    seldom = " --save-every 0" * bool(save_every) + " --no-keep-best" * keep_best
+    remedy = "Free space, or use an --output-dir on a larger disk."
+    fewer = next((k for k in range(keep - 1, 0, -1) if needed(k, num_saves) <= free), 0)
+    if fewer:
+        remedy = f"Free space, use an --output-dir on a larger disk, or keep fewer checkpoints: --keep {fewer}"
+    elif keep and seldom and needed(keep, min(num_saves, 1), False) <= free:
+        remedy = f"Free space, use an --output-dir on a larger disk, or save at the end only:{seldom}"
+    elif more and export_bytes <= free:
+        remedy = f"Free space, use an --output-dir on a larger disk, or save no checkpoint: --keep 0{seldom}"
+    what = f"needs {size(needed(keep, num_saves))} of disk, {size(free)} are free: {listed}"
+    raise DoesNotFit(what, where=str(directory), remedy=remedy)
+
+
+def num_more(existing: int, num_saves: int, keep: int) -> int:
+    """Checkpoints that there will be at once beyond those that there are.
+
+    While the last one is written, all that will be kept are there; those that are there now are paid for. The first is
+    written before any is removed.
+    """
+    return max(1, min(existing + num_saves - 1, keep) + 1 - existing) if num_saves and keep else 0
 
 
 def check_file_limit(directory: Path, export_bytes: int) -> None:

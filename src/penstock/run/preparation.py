@@ -168,7 +168,9 @@ def check_disk(run: Run, first_step: int, checkpoint_bytes: int, weight_bytes: i
         recipe.run_dir,
         checkpoint_bytes=checkpoint_bytes,
         num_saves=saves + 1 if steps else 0,
-        keep=recipe.keep + recipe.keep_best,
+        keep=recipe.keep,
+        save_every=recipe.save_every,
+        keep_best=recipe.keep_best,
         export_bytes=weight_bytes,
         keep_checkpoints=first_step > 1,  # of a run that begins, those that are there will be replaced
     )
