@@ -3,8 +3,11 @@
 import html.parser
 import json
 import re
+import resource
 import shutil
+import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -115,6 +118,28 @@ def test_images(finished_run, tmp_path, capsys):
     }
     assert "Loss by step" in (tmp_path / "report-images" / "loss.svg").read_text()
     assert (tmp_path / "report-images" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_that_does_not_fit_leaves_what_was_there(finished_run, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for there in ([], ["page.html"]):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        try:
+            assert main(["report", str(finished_run), "--to", str(page)]) == 3
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert "cannot be written (File too large)\n  The disk is not full" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == there
+        page.write_text("as it was")
+    signal.signal(signal.SIGXFSZ, handler)
+    assert page.read_text() == "as it was"
+
+
+def test_a_full_disk_has_its_own_exit_code(finished_run, capsys):
+    assert main(["report", str(finished_run), "--to", "/dev/full"]) == 3
+    assert "/dev/full: cannot be written (No space left on device)\n  Free space there" in capsys.readouterr().err
+    assert Path("/dev/full").is_char_device(), "a device is not replaced"
 
 
 def test_a_report_does_not_make_the_directory_someone_elses(finished_run, capsys):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import resources
@@ -18,7 +19,8 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from penstock.errors import OutputError, short
+from penstock.errors import DISK_IS_FULL, DoesNotFit, OutputError, short
+from penstock.machine.disk import FILE_LIMIT, hits_file_limit, write_whole
 from penstock.recipe.recipe import Recipe, to_dict
 from penstock.report.charts import Chart, curve_charts, place_charts, theme
 from penstock.report.runs import RunRecord, overlap, read_runs
@@ -47,14 +49,26 @@ def report(paths: list[Path], *, to: str = "", images: bool = False) -> Written:
     converter: Any = vl_convert  # its annotations ask for an argument that it can do without
     runs = read_runs(paths)
     page = Path(to) if to else (paths[0] / PAGE if len(paths) == 1 else Path(PAGE))
-    try:
+    with _writing(page):
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(render(runs, converter.javascript_bundle()), encoding="utf-8")
+        write_whole(page, render(runs, converter.javascript_bundle()))
+    with _writing(page.parent / IMAGES):
         drawn = draw(runs, page.parent / IMAGES, converter) if images else []
-    except OSError as error:
-        remedy = "Name a file that can be written with --to."
-        raise OutputError(f"cannot be written ({error.strerror})", where=str(page), remedy=remedy) from None
     return Written(page, drawn)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """What cannot be written, in words; a full disk has an exit code of its own."""
+    try:
+        yield
+    except OSError as error:
+        what, remedy = f"cannot be written ({error.strerror})", "Name a file that can be written with --to."
+        if error.errno in DISK_IS_FULL:
+            full = "Free space there, or name a file on another disk with --to."
+            remedy = FILE_LIMIT if hits_file_limit(error) else full
+            raise DoesNotFit(what, where=str(path), remedy=remedy) from None
+        raise OutputError(what, where=str(path), remedy=remedy) from None
 
 
 def render(runs: list[RunRecord], library: str) -> str:
@@ -92,9 +106,9 @@ def draw(runs: list[RunRecord], directory: Path, converter: Any) -> list[Path]:
         title = {"text": chart.title, "subtitle": chart.note, "anchor": "start", "offset": 12}
         spec = {**chart.spec, "width": IMAGE_WIDTH, "title": title, "config": theme(dark=False), "padding": 16}
         svg = directory / f"{chart.key}.svg"
-        svg.write_text(converter.vegalite_to_svg(spec), encoding="utf-8")
+        write_whole(svg, converter.vegalite_to_svg(spec))
         png = svg.with_suffix(".png")
-        png.write_bytes(converter.vegalite_to_png(spec, scale=2))
+        write_whole(png, converter.vegalite_to_png(spec, scale=2))
         written += [svg, png]
     return written
 
