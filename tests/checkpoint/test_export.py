@@ -1,7 +1,9 @@
 import errno
 import json
 import os
+import resource
 import shutil
+import signal
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -57,6 +59,22 @@ def test_a_place_that_cannot_be_written_is_not_called_full(tmp_path, model, toke
     with pytest.raises(kind, match="cannot be written") as caught:
         export(model, tokenizer, tmp_path / "out")
     assert ("Free space" in caught.value.remedy) == (kind is DoesNotFit)
+
+
+@pytest.mark.parametrize("limit", [100, 1_000_000])  # a file that Python writes, and one that safetensors does
+def test_a_limit_on_file_size_is_not_a_full_disk(tmp_path, model, tokenizer, limit):
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(DoesNotFit, match="File too large") as caught:
+            export(model, tokenizer, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "`ulimit -f`" in caught.value.remedy
+    assert "--shard-size" in caught.value.remedy
+    assert "Free space" not in caught.value.remedy
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("size", ["abc", "0", "1"])
