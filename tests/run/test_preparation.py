@@ -74,6 +74,41 @@ def test_a_dry_run_of_several_ranks_plans_nothing_for_one(capsys):
         assert ("planned: " in capsys.readouterr().out) == says
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_here", "changes", "said"),
+    [
+        (2, 0, {}, "2 ranks: each takes 2 of the 4 rows of a step, 2 at once, and holds 1/2 of weights and"),
+        (
+            3,
+            3,
+            {"micro_batch_size": 1},
+            "3 ranks: each takes up to 2 of the 4 rows of a step, 1 at once, and holds 1/3",
+        ),
+        (4, 2, {}, "4 ranks, 2 on each machine: each takes 1 of the 4 rows of a step, 1 at once"),
+        (1, 1, {}, ""),
+    ],
+)
+def test_a_dry_run_says_what_each_rank_would_do(num_ranks, ranks_here, changes, said, capsys):
+    recipe = dataclasses.replace(DEMO, device="cpu", **changes)
+    outlook = dry_run(recipe, Console(), num_ranks=num_ranks, ranks_here=ranks_here)
+    told = " ".join(capsys.readouterr().out.split())
+    assert said in told
+    assert ("ranks" in told) == (num_ranks > 1)
+    times = f"{num_ranks} x " if num_ranks > 1 else ""
+    assert f"on {times}CPU, " in told
+    assert outlook.device.startswith(f"{times}CPU")
+    assert (outlook.ranks, outlook.rows_of_rank) == (num_ranks, -(-4 // num_ranks))
+
+
+def test_a_dry_run_wants_a_row_and_a_gpu_for_each_rank(monkeypatch):
+    with pytest.raises(RecipeError, match="5 ranks need a row each"):
+        dry_run(dataclasses.replace(DEMO, device="cpu"), Console(quiet=True), num_ranks=5)
+    monkeypatch.setattr(preparation, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(RecipeError, match="2 ranks on this machine, and torch sees 1 GPU"):
+        dry_run(DEMO, Console(quiet=True), num_ranks=2, ranks_here=2)
+
+
 @pytest.mark.parametrize(("ranks_here", "shared"), [(0, 4), (2, 2)])
 def test_a_dry_run_of_several_machines_shares_each_host_among_its_own_ranks(ranks_here, shared, monkeypatch):
     seen = []

@@ -156,9 +156,8 @@ def train(words: list[str]) -> int:
     _note(console, parsed.note)
     start = {"overwrite": args.overwrite, "resume_anyway": args.resume_anyway}
     if args.dry_run:
-        outlook = dry_run(
-            args.recipe, console, resume=args.resume, num_ranks=machines.ranks, ranks_here=machines.gpus, **start
-        )
+        here = (world.size, world.local_size) if world.many else (machines.ranks, machines.gpus)
+        outlook = dry_run(args.recipe, console, resume=args.resume, num_ranks=here[0], ranks_here=here[1], **start)
         if args.json and world.first:
             print(json.dumps({"recipe": to_dict(args.recipe), **dataclasses.asdict(outlook)}))
         return 0

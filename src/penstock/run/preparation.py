@@ -34,6 +34,7 @@ from penstock.engine.weights import num_streamed
 from penstock.errors import DataError, RecipeError, UserError, counted
 from penstock.machine.gpu_memory import limit_gpu
 from penstock.machine.hardware import COMPILED_FROM, describe, pick_compile, pick_device, pick_dtype
+from penstock.machine.launch import check_batch
 from penstock.model.flops import token_flops
 from penstock.model.load import load_config, load_tokenizer
 from penstock.model.load_rows import build_on_meta
@@ -247,6 +248,9 @@ class Outlook:
     """Columns and keys of messages that are not used."""
     device: str
     run_dir: str
+    ranks: int = 1
+    rows_of_rank: int = 0
+    """Rows of a step that one rank takes, at most."""
 
 
 ALWAYS_SAID = {"name", "model", "data", "mode", "max_length", "batch_size", "epochs", "lr"}
@@ -271,8 +275,10 @@ def dry_run(
     ranks_here: int = 0,
 ) -> Outlook:
     """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
+    check_batch(recipe.batch_size, num_ranks)
     check_installed(recipe)
-    device = pick_device(recipe.device)
+    ranks = World(size=num_ranks, local_size=ranks_here or num_ranks)  # as the first of them will find itself
+    device = ranks.pick(pick_device(recipe.device))
     limit_gpu(device, recipe.gpu_memory)
     check_run_dir(recipe.run_dir, overwrite=overwrite, own=goes_on_in(recipe.run_dir, resume))
     saved = find_start(recipe.run_dir, resume, overwrite=overwrite)
@@ -296,8 +302,10 @@ def dry_run(
         tokens=train_set.num_tokens,
         trained_tokens=train_set.num_trained,
         unused=tuple(train_set.store.counts.unused),
-        device=describe(run.device),
+        device=f"{ranks.times}{describe(run.device)}",
         run_dir=str(recipe.run_dir),
+        ranks=num_ranks,
+        rows_of_rank=-(-recipe.batch_size // num_ranks),
     )
     console.say(
         f"Would train {recipe.model} ({recipe.init} weights) on {outlook.device} for "
@@ -306,4 +314,17 @@ def dry_run(
         f"{outlook.tokens:,} tokens, {outlook.trained_tokens:,} of them trained on; "
         f"would write {outlook.run_dir}/ and the model to {outlook.run_dir}/model. Nothing was written."
     )
+    if ranks.many:
+        console.say(in_ranks(run.recipe, ranks))
     return outlook
+
+
+def in_ranks(recipe: Recipe, ranks: World) -> str:
+    """What each of several ranks would do."""
+    share = -(-recipe.batch_size // ranks.size)
+    most = "" if share * ranks.size == recipe.batch_size else "up to "
+    machines = f", {ranks.local_size:,} on each machine" if ranks.local_size < ranks.size else ""
+    return (
+        f"{ranks.size:,} ranks{machines}: each takes {most}{share:,} of the {counted(recipe.batch_size, 'row')} of a step, "
+        f"{recipe.rows_on(ranks.size):,} at once, and holds 1/{ranks.size} of weights and optimizer state."
+    )
