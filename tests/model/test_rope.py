@@ -49,9 +49,8 @@ def test_longer_examples_are_refused_and_longer_rows_are_not():
     ],
 )
 def test_too_small_a_factor_is_refused_with_one_that_is_enough(rope, longest, enough):
-    config = tiny_config("llama")
+    config, asked = tiny_config("llama"), Recipe(max_length=4096, rope=rope)
     with pytest.raises(ModelError, match=f"an example would have {longest:,}") as error:
-        asked = Recipe(max_length=4096, rope=rope)
         check_positions(asked, with_rope(config, asked), longest)
     assert f"--rope {enough} scales" in error.value.remedy
     better = Recipe(max_length=4096, rope=enough)

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 
@@ -7,8 +8,7 @@ import torch
 from penstock.engine import StepResult
 from penstock.flow.lanes import Instant, Mark, ToHost
 from penstock.model.flops import Flops
-from penstock.report.metrics import Metrics, StepFacts
-from penstock.run.train import mean_rate
+from penstock.report.metrics import Metrics, Speed, StepFacts, StepRow, mean_rate, speeds_of
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def test_a_row_is_read_when_it_is_ready_or_when_the_next_step_is_there(tmp_path)
 def test_of_several_ranks_none_reads_a_row_before_the_next_step(tmp_path):
     """Which is ready when differs between them, and what a row says may end the run."""
     seen = []
-    metrics = Metrics(tmp_path, device=CPU, on_row=seen.append, alone=False)
+    metrics = Metrics(tmp_path, device=CPU, on_row=seen.append, ranks=2)
     metrics.add(StepFacts(1, 1e-5, 100, 50), result(3.0, Mark()))
     assert seen == []
     metrics.add(StepFacts(2, 1e-5, 100, 50), result(2.0, Mark()))
@@ -128,3 +128,18 @@ def test_rows_of_earlier_versions_have_no_rates_and_are_read(tmp_path):
     assert second["reference_tflops"] is None, "a model with experts"
     assert mean_rate(metrics.rows, "model_tflops") == pytest.approx(second["model_tflops"])
     assert math.isnan(mean_rate(metrics.rows, "reference_tflops"))
+
+
+def test_rates_are_kept_apart_by_number_of_ranks(tmp_path):
+    """FLOPs are those of one rank: a mean over one and two of them would be of neither."""
+    rows = [StepRow(n, 1.0, 1e-5, 1.0, 100, 50, 2.0, False, 50.0, 8.0, ranks=1) for n in (1, 2)]
+    rows.append(StepRow(3, 1.0, 1e-5, 1.0, 100, 50, 1.0, False, 100.0, 8.0, 9.0, ranks=2))
+    one, two = speeds_of(rows)
+    assert (one.ranks, one.steps, one.tokens_per_s, one.model_tflops) == (1, 2, 50.0, 8.0)
+    assert math.isnan(one.reference_tflops)
+    assert two == Speed(ranks=2, steps=1, tokens_per_s=100.0, model_tflops=8.0, reference_tflops=9.0)
+    metrics = Metrics(tmp_path, device=CPU, on_row=lambda row: None, ranks=2)
+    metrics.restore({"steps": [{**dataclasses.asdict(rows[0]), "of_a_later_version": 1}], "evals": []})
+    metrics.add(StepFacts(2, 1e-5, 100, 50), result(3.0, Mark()))
+    metrics.settle()
+    assert [json.loads(line)["ranks"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]

@@ -92,7 +92,7 @@ def test_several_runs_are_compared(finished_run, tmp_path):
 
 def test_the_page_has_both_rates_and_does_without_them_in_old_runs(finished_run, tmp_path):
     text = render(read_runs([finished_run]), library="")
-    assert "model TFLOP/s, one GPU" in text
+    assert "<dt>model TFLOP/s</dt>" in text
     assert "by the reference&#39;s formula" in text
     run = tmp_path / "old"
     shutil.copytree(finished_run, run, ignore=shutil.ignore_patterns("model", "checkpoints"))
@@ -103,6 +103,26 @@ def test_the_page_has_both_rates_and_does_without_them_in_old_runs(finished_run,
     text = render(read_runs([run]), library="")
     assert "tokens a second" in text
     assert "TFLOP/s" not in text
+
+
+def test_the_page_says_of_how_many_ranks_a_rate_is(finished_run, tmp_path):
+    run = tmp_path / "ranks"
+    shutil.copytree(finished_run, run, ignore=shutil.ignore_patterns("model", "checkpoints"))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {row["ranks"] for row in rows} == {1}
+
+    def shown(*ranks):
+        changed = [{**row, "ranks": count} for row, count in zip(rows, ranks, strict=True)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+        return render(read_runs([run]), library="")
+
+    both = shown(*(2 for _ in rows))
+    assert "<dt>model TFLOP/s of one rank</dt>" in both
+    assert "<dt>optimizer state of the first rank</dt>" in both
+    mixed = shown(1, *(2 for _ in rows[1:]))
+    assert "<dt>model TFLOP/s, 1 step on 1 rank</dt>" in mixed
+    assert f"<dt>model TFLOP/s of one rank, {len(rows) - 1} steps on 2 ranks</dt>" in mixed
+    assert f"<dt>tokens a second, {len(rows) - 1} steps on 2 ranks</dt>" in mixed
 
 
 def test_a_run_without_a_step_has_a_page(finished_run, tmp_path):

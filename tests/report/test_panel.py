@@ -251,3 +251,11 @@ def test_how_weights_move_is_said():
     panel = Panel("llama-8b", 400, replace(sources(), streaming=said))
     panel.row(StepRow(1, 3.0, 1e-5, 0.7, 16384, 9000, 1.8, False, 9102.2, 455.1), 360.0)
     assert said in drawn(panel, 100)
+
+
+@pytest.mark.parametrize(("ranks", "label"), [(1, "TFLOP/s 455"), (2, "TFLOP/s a rank 455")])
+@pytest.mark.parametrize("width", [40, 80, 100])
+def test_flops_of_one_of_several_ranks_are_called_so(ranks, label, width):
+    panel = Panel("llama-8b", 400, sources())
+    panel.row(StepRow(1, 3.0, 1e-5, 0.7, 16384, 9000, 1.8, False, 9102.2, 455.1, ranks=ranks), 360.0)
+    assert label in drawn(panel, width)

@@ -68,7 +68,9 @@ def test_a_run_goes_from_two_ranks_to_one_and_on_to_four(two, ranks, tmp_path):
     one, four = tmp_path / "one", tmp_path / "four"
     flags = {**SAVED, "prompt": "What is the capital of Italy?"}
     start(one, ranks, 1, resume=checkpoint(two[0], 2), **flags)
-    start(four, ranks, 4, resume=checkpoint(one, 4), **flags)
+    summary = start(four, ranks, 4, resume=checkpoint(one, 4), **flags)
+    assert [(speed.ranks, speed.steps) for speed in summary.speeds] == [(2, 2), (1, 2), (4, 2)]
+    assert [row["ranks"] for row in rows(four)] == [2, 2, 1, 1, 4, 4]
     for run in (one, four):
         assert [row["tokens"] for row in rows(run)] == [row["tokens"] for row in rows(two[0])]
         for ours, theirs in zip(curve(run), curve(two[0]), strict=True):

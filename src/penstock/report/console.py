@@ -24,7 +24,7 @@ from rich.markup import escape
 from penstock import BEGAN
 from penstock.errors import counted, short
 from penstock.machine.signals import is_device, leave_terminal
-from penstock.report.metrics import EvalRow, StepRow, Summary
+from penstock.report.metrics import EvalRow, Speed, StepRow, Summary
 from penstock.report.panel import Panel, Sources, Working
 
 LEAST_COLUMNS = 30
@@ -182,7 +182,7 @@ class Console:
         width = len(str(total_steps))
         line = (
             f"step {row.step:>{width}}/{total_steps}  loss {row.loss:7.4f}  lr {row.lr:.2e}  "
-            f"norm {row.grad_norm:6.2f}  {speed(row.tokens_per_s, row.model_tflops, row.reference_tflops, 8)}"
+            f"norm {row.grad_norm:6.2f}  {speed(row, row.ranks, width=8)}"
         )
         line += "  skipped: gradient not finite" if row.skipped else f"  {_clock(seconds_left)} left"
         self.say(line)
@@ -203,11 +203,7 @@ class Console:
             ("  best in", summary.best_checkpoint if summary.best_step != summary.steps else ""),
             ("ended", "early: patience ran out" if summary.stopped_early else ""),
             ("tokens", f"{summary.tokens:,}, of them {summary.trained_tokens:,} trained on"),
-            (
-                "speed",
-                f"{speed(summary.tokens_per_s, summary.model_tflops, summary.reference_tflops)}, "
-                f"{_clock(summary.seconds)} in all",
-            ),
+            *_speeds(summary),
             ("time", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.all_times())),
             ("prompt", summary.answer.prompt if summary.answer else ""),
             ("  before", summary.answer.before if summary.answer else ""),
@@ -221,14 +217,26 @@ class Console:
                 self.say(f"  {name:<10}{value}")
 
 
-def speed(tokens_per_s: float, model_tflops: float, reference_tflops: float, width: int = 0) -> str:
-    """Tokens of all GPUs and FLOPs of one: the model's, and behind them what the reference's formula counts."""
-    text = f"{tokens_per_s:{width},.0f} tokens/s"
-    if math.isfinite(model_tflops):
-        text += f"  {short(model_tflops)} TFLOP/s"
-    if math.isfinite(reference_tflops):
-        text += f" (reference {short(reference_tflops)})"
+def speed(found: StepRow | Speed | Summary, ranks: int, width: int = 0) -> str:
+    """Tokens of all ranks and FLOPs of one: the model's, and behind them what the reference's formula counts."""
+    text = f"{found.tokens_per_s:{width},.0f} tokens/s"
+    if math.isfinite(found.model_tflops):
+        text += f"  {short(found.model_tflops)} TFLOP/s" + (" a rank" if ranks > 1 else "")
+    if math.isfinite(found.reference_tflops):
+        text += f" (reference {short(found.reference_tflops)})"
     return text
+
+
+def _speeds(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Over all steps. Of a run that was resumed with another number of ranks, FLOPs of one rank are said by number."""
+    clock = f"{_clock(summary.seconds)} in all"
+    if len(summary.speeds) < 2:
+        yield "speed", f"{speed(summary, max([found.ranks for found in summary.speeds], default=1))}, {clock}"
+        return
+    yield "speed", f"{summary.tokens_per_s:,.0f} tokens/s, {clock}"
+    for found in summary.speeds:
+        on = f"on {counted(found.ranks, 'rank')}" if found.ranks else "by an earlier version"
+        yield "", f"{speed(found, found.ranks or 2)}, {counted(found.steps, 'step')} {on}"
 
 
 def _best(summary: Summary) -> str:

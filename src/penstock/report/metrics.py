@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,11 @@ class StepRow:
     tokens_per_s: float = math.nan
     """Of all GPUs. This and what follows is not in files of earlier versions."""
     model_tflops: float = math.nan
-    """FLOPs of the model, recompute not counted, of one GPU; in TFLOP/s."""
+    """FLOPs of the model, recompute not counted, of one rank; in TFLOP/s."""
     reference_tflops: float = math.nan
     """The same by the reference's formula; null where it counts nothing."""
+    ranks: int = 0
+    """How many made the step; 0 where an earlier version did not say."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,19 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Speed:
+    """How fast the steps were that so many ranks made."""
+
+    ranks: int
+    steps: int
+    tokens_per_s: float
+    """Of all ranks."""
+    model_tflops: float
+    """Of one rank."""
+    reference_tflops: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Summary:
     """What `train` prints at the end."""
 
@@ -66,7 +81,7 @@ class Summary:
     trained_tokens: int
     tokens_per_s: float
     model_tflops: float
-    """Of one GPU, over all steps; and by the reference's formula."""
+    """Of one rank, over all steps; and by the reference's formula."""
     reference_tflops: float
     seconds: float
     skipped_steps: int
@@ -83,6 +98,8 @@ class Summary:
     """Where the seconds of the process went, by phase."""
     stopped_early: bool = False
     """Whether --patience ended the run before its last step."""
+    speeds: tuple[Speed, ...] = ()
+    """By number of ranks: a run may be resumed with another."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +128,11 @@ class Metrics:
         device: torch.device,
         flops: Flops = Flops(),  # noqa: B008  # it is frozen
         write: bool = True,
-        alone: bool = True,
+        ranks: int = 1,
     ) -> None:
         """Without `write` the rows are kept in memory only: of several ranks one writes.
 
-        Not `alone`: a row is never read before the next step, whether it is ready or not. Ranks that find numbers that
+        With several, a row is never read before the next step, whether it is ready or not. Ranks that find numbers that
         are not finite must find them after the same step, or some would wait in the next one for others that left.
         """
         self._flops = flops
@@ -123,7 +140,7 @@ class Metrics:
         self.evals: list[EvalRow] = []
         self._run_dir, self._on_row, self._on_eval, self._write = run_dir, on_row, on_eval, write
         self._pending: list[tuple[StepFacts, StepResult]] = []
-        self._device, self._alone = device, alone
+        self._device, self._ranks = device, ranks
         self.start_clock()
 
     def start_clock(self) -> None:
@@ -133,7 +150,8 @@ class Metrics:
     def add(self, facts: StepFacts, result: StepResult) -> None:
         """A step was enqueued."""
         self._pending.append((facts, result))
-        while len(self._pending) > 1 or (self._alone and self._pending and self._pending[0][1].values.ready()):
+        alone = self._ranks == 1
+        while len(self._pending) > 1 or (alone and self._pending and self._pending[0][1].values.ready()):
             self._settle()
 
     def settle(self) -> None:
@@ -165,7 +183,7 @@ class Metrics:
 
     def restore(self, saved: dict[str, list[dict[str, Any]]]) -> None:
         """Begin with the rows of a checkpoint: what an interrupted run wrote after them is not of this run."""
-        self.rows = [StepRow(**_with_nan(row)) for row in saved["steps"]]
+        self.rows = [read_row(row) for row in saved["steps"]]
         self.evals = [EvalRow(**_with_nan(row)) for row in saved["evals"]]
         self._append("metrics.jsonl", *self.rows)
         if self.evals:
@@ -186,6 +204,7 @@ class Metrics:
             tokens_per_s=rate,
             model_tflops=self._flops.model * rate / 1e12,
             reference_tflops=self._flops.reference * rate / 1e12,
+            ranks=self._ranks,
         )
         self.rows.append(row)
         self._append("metrics.jsonl", row)
@@ -196,6 +215,38 @@ class Metrics:
             return
         with (self._run_dir / name).open("a", encoding="utf-8") as file:
             file.writelines(to_json(row) + "\n" for row in rows)
+
+
+def speeds_of(rows: Sequence[StepRow]) -> tuple[Speed, ...]:
+    """By number of ranks, in the order in which they came."""
+    groups: dict[int, list[StepRow]] = {}
+    for row in rows:
+        groups.setdefault(row.ranks, []).append(row)
+    return tuple(
+        Speed(
+            ranks=ranks,
+            steps=len(group),
+            tokens_per_s=sum(row.tokens for row in group) / sum(row.step_seconds for row in group),
+            model_tflops=mean_rate(group, "model_tflops"),
+            reference_tflops=mean_rate(group, "reference_tflops"),
+        )
+        for ranks, group in groups.items()
+    )
+
+
+def mean_rate(rows: Sequence[StepRow], name: str) -> float:
+    """Over the time of all steps that have it: those of a run that an earlier version began have not."""
+    found = [(getattr(row, name), row.step_seconds) for row in rows if math.isfinite(getattr(row, name))]
+    seconds = sum(time for _, time in found)
+    return float(sum(rate * time for rate, time in found) / seconds) if seconds else math.nan
+
+
+def read_row(row: dict[str, Any]) -> StepRow:
+    """A line of metrics.jsonl, without fields that a later version may have added."""
+    return StepRow(**_with_nan({name: value for name, value in row.items() if name in _STEP_FIELDS}))
+
+
+_STEP_FIELDS = {field.name for field in dataclasses.fields(StepRow)}
 
 
 def to_json(record: Any) -> str:

@@ -8,8 +8,9 @@ hold anything: the template escapes all of it, and charts get theirs as JSON wit
 from __future__ import annotations
 
 import json
+import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,10 +20,11 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from penstock.errors import DISK_IS_FULL, DoesNotFit, OutputError, short
+from penstock.errors import DISK_IS_FULL, DoesNotFit, OutputError, counted, short
 from penstock.machine.disk import FILE_LIMIT, hits_file_limit, write_whole
 from penstock.recipe.recipe import Recipe, to_dict
 from penstock.report.charts import Chart, curve_charts, place_charts, theme
+from penstock.report.metrics import Speed, read_row, speeds_of
 from penstock.report.runs import RunRecord, overlap, read_runs
 
 PAGE = "report.html"
@@ -150,20 +152,32 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
             f"{len(steps):,}" + (f", {skipped} skipped" if skipped else "") + ("" if run.ended else ", not ended"),
         ),
         ("tokens a second", f"{tokens / seconds:,.0f}" if seconds else ""),
-        ("model TFLOP/s, one GPU", _mean_rate(steps, "model_tflops")),
-        ("by the reference's formula", _mean_rate(steps, "reference_tflops")),
+        *_rates(speeds_of([read_row(row) for row in steps])),
         ("tokens", f"{tokens:,}"),
         ("time in steps", str(timedelta(seconds=round(seconds)))),
-        ("optimizer state", _bytes(state) if state else ""),
+        (
+            "optimizer state" + (" of the first rank" if steps[-1].get("ranks", 1) > 1 else ""),
+            _bytes(state) if state else "",
+        ),
     ]
     return [(name, value) for name, value in found if value]
 
 
-def _mean_rate(steps: list[dict[str, Any]], name: str) -> str:
-    """Over all steps that have one: rows of earlier versions have none."""
-    found = [(row[name], row["step_seconds"]) for row in steps if row.get(name) is not None]
-    seconds = sum(time for _, time in found)
-    return short(sum(rate * time for rate, time in found) / seconds) if seconds else ""
+def _rates(speeds: Sequence[Speed]) -> Iterator[tuple[str, str]]:
+    """TFLOP/s, which are those of one rank; by number of ranks if the run was resumed with another."""
+    for found in speeds:
+        on, each = "", "" if found.ranks == 1 else " of one rank"
+        if len(speeds) > 1:
+            on = f" on {counted(found.ranks, 'rank')}" if found.ranks else " by an earlier version"
+            on = f", {counted(found.steps, 'step')}{on}"
+            yield f"tokens a second{on}", f"{found.tokens_per_s:,.0f}"
+        yield f"model TFLOP/s{each}{on}", _finite(found.model_tflops)
+        yield f"by the reference's formula{on}", _finite(found.reference_tflops)
+
+
+def _finite(rate: float) -> str:
+    """Rows of earlier versions have none."""
+    return short(rate) if math.isfinite(rate) else ""
 
 
 def _plan(run: RunRecord) -> list[tuple[str, str, str, str]]:

@@ -177,7 +177,10 @@ class Panel:
             ("lr", f"{row.lr:.2e}"),
             ("norm", f"{row.grad_norm:.2f}"),
             ("tokens/s", f"{rate:,.0f}"),
-            ("TFLOP/s", f"{row.model_tflops:.3g}{share}" if math.isfinite(row.model_tflops) else ""),
+            (
+                "TFLOP/s a rank" if row.ranks > 1 else "TFLOP/s",
+                f"{row.model_tflops:.3g}{share}" if math.isfinite(row.model_tflops) else "",
+            ),
             ("skipped", f"{self._skipped}" if self._skipped else ""),
         ]
         shown = [(name, value) for name, value in found if value]

@@ -325,6 +325,6 @@ def in_ranks(recipe: Recipe, ranks: World) -> str:
     most = "" if share * ranks.size == recipe.batch_size else "up to "
     machines = f", {ranks.local_size:,} on each machine" if ranks.local_size < ranks.size else ""
     return (
-        f"{ranks.size:,} ranks{machines}: each takes {most}{share:,} of the {counted(recipe.batch_size, 'row')} of a step, "
+        f"{ranks.size:,} ranks{machines}: each takes {most}{share:,} of the {recipe.batch_size:,} rows of a step, "
         f"{recipe.rows_on(ranks.size):,} at once, and holds 1/{ranks.size} of weights and optimizer state."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from penstock.machine.launch import check_batch
 from penstock.recipe.recipe import Recipe
 from penstock.report.console import Console
 from penstock.report.facts import Recorder
-from penstock.report.metrics import Answer, EvalRow, Metrics, StepFacts, StepRow, Summary
+from penstock.report.metrics import Answer, EvalRow, Metrics, StepFacts, StepRow, Summary, mean_rate, speeds_of
 from penstock.report.panel import sources_of
 from penstock.report.trackers import Trackers, check_installed
 from penstock.run.ending import Stop, disk_advice, interrupted, memory_advice, signals
@@ -155,7 +155,7 @@ def begin_or_go_on(start: Start, loaded: Loaded, trackers: Trackers, console: Co
 
     metrics = Metrics(
         run_dir, on_row=seen, on_eval=evaluated, device=run.device, flops=loaded.flops, write=world.first,
-        alone=not world.many,
+        ranks=world.size,
     )  # fmt: skip
     if saved := start.saved:
         with console.phase(f"Resuming after step {saved.step:,}"):
@@ -275,11 +275,5 @@ def summarize(metrics: Metrics, run_dir: Path, dialogue: Answer | None, data: Da
         best_eval_loss=best.eval_loss if best else None,
         best_step=best.step if best else None,
         best_checkpoint=str(kept) if kept else None,
+        speeds=speeds_of(rows),
     )
-
-
-def mean_rate(rows: Sequence[StepRow], name: str) -> float:
-    """Over the time of all steps that have it: those of a run that an earlier version began have not."""
-    found = [(getattr(row, name), row.step_seconds) for row in rows if math.isfinite(getattr(row, name))]
-    seconds = sum(time for _, time in found)
-    return float(sum(rate * time for rate, time in found) / seconds) if seconds else math.nan
