@@ -284,7 +284,7 @@ def test_a_killed_rank_ends_all_ranks_with_its_error_once(tmp_path):
     assert process.returncode == 128 + signal.SIGKILL
     assert err.count("penstock:") == 1
     assert "rank 1: was killed by SIGKILL" in err
-    assert "with --resume goes on" in err
+    assert f"There is no checkpoint in {run} yet: the same command with --resume begins again." in err
     assert not any(child.is_running() for child in children)
 
 

@@ -45,6 +45,13 @@ def check_is_run(run: Path) -> None:
         raise RecipeError("is not the directory of a run", where=str(run), remedy=remedy)
 
 
+def resume_advice(run: Path) -> str:
+    """How a run that died goes on, or that it begins again: whether it has saved anything is seen on the disk."""
+    if any((run / CHECKPOINTS).glob(f"step-*/{MANIFEST}")):
+        return "The same command with --resume goes on from the newest checkpoint."
+    return f"There is no checkpoint in {run} yet: the same command with --resume begins again."
+
+
 def check_is_there(path: Path) -> None:
     """Refuse what does not exist, with what is near it in name."""
     if path.is_dir():

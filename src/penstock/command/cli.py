@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import tyro
 
 from penstock import __version__
-from penstock.checkpoint.places import check_is_run, deepspeed_form, find_place
+from penstock.checkpoint.places import check_is_run, deepspeed_form, find_place, resume_advice
 from penstock.command.arguments import (
     BenchArgs,
     DataArgs,
@@ -141,7 +141,7 @@ def train(words: list[str]) -> int:
         what = f"ask for {machines.ranks} ranks, and {started} were started"
         raise RecipeError(what, where="--gpus and --nodes", remedy="Under torchrun leave both out.")
     if machines.ranks > 1 and "RANK" not in os.environ and not args.dry_run:
-        return launch(["train", *words], machines, debug=args.debug)
+        return launch(["train", *words], machines, debug=args.debug, advice=lambda: resume_advice(args.recipe.run_dir))
     follow_launcher()
     with importing():
         quiet_libraries(args.debug, args.log_level)

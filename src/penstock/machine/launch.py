@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,6 +36,8 @@ TELLING_SECONDS = 30.0
 """How long other machines are told of a rank that failed before they met: they may still be importing torch."""
 INSISTING_SECONDS = 10.0
 """From the second signal to the end of ranks that did not follow it."""
+GOING_ON = "The same command with --resume goes on from the newest checkpoint, or begins again if there is none."
+"""What is said to who cannot see the run's directory."""
 GRACE_SECONDS = 5.0
 """After one rank has ended by an error: the others may be ending too, by the same or because of it."""
 
@@ -94,8 +96,13 @@ def check_batch(batch_size: int, ranks: int) -> None:
         )
 
 
-def launch(words: Sequence[str], machines: Machines, *, debug: bool) -> int:
-    """Run `penstock WORDS` as this machine's ranks of the run. Returns the exit code of the first that failed."""
+def launch(
+    words: Sequence[str], machines: Machines, *, debug: bool, advice: Callable[[], str] = lambda: GOING_ON
+) -> int:
+    """Run `penstock WORDS` as this machine's ranks of the run. Returns the exit code of the first that failed.
+
+    `advice` says how the run goes on if a rank has died.
+    """
     host, _, port = machines.rendezvous.rpartition(":")
     address = (host, int(port)) if port else ("127.0.0.1", _free_port())
     with tempfile.TemporaryDirectory(prefix="penstock-ranks-") as notes:
@@ -111,7 +118,8 @@ def launch(words: Sequence[str], machines: Machines, *, debug: bool) -> int:
         agreed = any(_mark(Path(notes), first_rank + index, AGREED).exists() for index in range(machines.gpus))
         if any(codes) and not agreed:  # what they started has nobody to end it
             _kill(processes)
-        exit_code = _report(codes, Path(notes), words, first_rank=first_rank, insisted=len(heard) > 1)
+        insisted = len(heard) > 1
+        exit_code = _report(codes, Path(notes), words, advice, first_rank=first_rank, insisted=insisted)
         if machines.nodes > 1:
             _tell_other_machines(codes, Path(notes), machines, address)
         return exit_code
@@ -227,7 +235,15 @@ def _how(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _report(codes: Sequence[int], notes: Path, words: Sequence[str], *, first_rank: int, insisted: bool = False) -> int:
+def _report(
+    codes: Sequence[int],
+    notes: Path,
+    words: Sequence[str],
+    advice: Callable[[], str] = lambda: GOING_ON,
+    *,
+    first_rank: int,
+    insisted: bool = False,
+) -> int:
     """Show the error of the rank that failed first, and give its exit code. `insisted`: after a second signal."""
     failed = [(code, first_rank + index) for index, code in enumerate(codes) if code]
     if not failed:
@@ -241,7 +257,7 @@ def _report(codes: Sequence[int], notes: Path, words: Sequence[str], *, first_ra
         why = why if insisted else "The kernel does that when host memory is full. "
         hint = why if code == -signal.SIGKILL else ""
         said = output.read_text(encoding="utf-8", errors="replace").strip() if output.exists() else ""
-        lines = [*said.splitlines()[-10:], f"{hint}The same command with --resume goes on from the newest checkpoint."]
+        lines = [*said.splitlines()[-10:], f"{hint}{advice()}"]
         message = _how(code) + "".join(f"\n  {line}" for line in lines)
     exit_code = 128 - code if code < 0 else code
     tell(f"rank {rank}: {message}", exit_code, words)

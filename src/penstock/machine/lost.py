@@ -21,6 +21,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, NoReturn
 
 from penstock.errors import RankLost, tell
+from penstock.machine.launch import GOING_ON, leave_error
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -148,7 +149,7 @@ class Watch:
     def loss(self, heard: str) -> RankLost:
         """Why this rank cannot go on. What was heard first stays: others follow from it."""
         self._heard = self._heard or heard
-        remedy = "Its machine shows why. The same command with --resume goes on from the newest checkpoint."
+        remedy = f"Its machine shows why. {GOING_ON}"
         return RankLost(self._heard, where="the run has lost a rank", remedy=remedy)
 
     def tell(self, event: str, text: str = "") -> None:
@@ -213,8 +214,6 @@ def first_line(error: BaseException) -> str:
 
 def leave(error: RankLost, rank: int) -> NoReturn:
     """End this process although it is waiting for a rank that is gone."""
-    from penstock.machine.launch import leave_error
-
     try:
         if not leave_error(str(error)):
             tell(f"rank {rank}: {error}", error.exit_code, sys.argv)
