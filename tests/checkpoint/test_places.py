@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -10,9 +12,13 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from penstock.checkpoint.places import find_place
+from penstock.checkpoint import export
+from penstock.checkpoint.lock import claim
+from penstock.checkpoint.places import find_place, resume_advice
+from penstock.checkpoint.store import remove
 from penstock.command.cli import main
 from penstock.errors import RecipeError
+from penstock.machine.launch import _report
 from penstock.recipe.presets import PRESETS
 from penstock.report.console import Console
 from penstock.run.train import train
@@ -84,3 +90,48 @@ def test_who_may_read_the_users_files_may_read_the_model(run, tmp_path):
     finally:
         os.umask(before)
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()} == {0o640}
+
+
+def test_how_a_run_whose_rank_died_goes_on_is_told_by_what_it_has_saved(tmp_path, capsys):
+    def said():
+        _report([-signal.SIGKILL], tmp_path, ["train"], lambda: resume_advice(tmp_path), first_rank=0)
+        return capsys.readouterr().err
+
+    assert f"There is no checkpoint in {tmp_path} yet: the same command with --resume begins again." in said()
+    half = tmp_path / "checkpoints" / ".saving-step-00000002"
+    half.mkdir(parents=True)
+    (half / "manifest.json").touch()
+    assert "There is no checkpoint" in said()
+    half.rename(half.with_name("step-00000002"))
+    assert "The same command with --resume goes on from the newest checkpoint." in said()
+
+
+def test_of_a_run_that_is_going_on_its_newest_checkpoint_is_taken_and_that_is_said(run, tmp_path, capsys):
+    going = tmp_path / "going"
+    shutil.copytree(run, going, ignore=shutil.ignore_patterns("model"))
+    with claim(going):
+        assert main(["export", str(going), "--to", str(tmp_path / "out")]) == 0
+        assert "The run is still going on: taking the model of step 2, its newest" in capsys.readouterr().out
+        shutil.rmtree(going / "checkpoints")
+        assert main(["export", str(going), "--to", str(tmp_path / "none")]) == 5
+        assert "still going on and has saved nothing yet\n  Wait for its first checkpoint." in capsys.readouterr().err
+    assert main(["export", str(going), "--to", str(tmp_path / "none")]) == 5
+    assert "it did not end\n  It left no checkpoint either" in capsys.readouterr().err
+    assert main(["export", str(run / "checkpoints" / "step-00000001"), "--to", str(tmp_path / "first")]) == 0
+    assert "going on" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("at", ["verify_saved", "read_tensors"])
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_not_called_damaged(run, tmp_path, capsys, monkeypatch, at):
+    going, real = tmp_path / "going", getattr(export, at)
+    shutil.copytree(run, going, ignore=shutil.ignore_patterns("model"))
+
+    def too_late(*args, **kwargs):
+        remove(going / "checkpoints" / "step-00000002")
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(export, at, too_late)
+    assert main(["export", str(going), "--to", str(tmp_path / "out")]) == 5
+    said = capsys.readouterr().err
+    assert "step-00000002: was removed while it was read" in said
+    assert f"Give the command again with {going}: " in said

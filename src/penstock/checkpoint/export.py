@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,11 +27,12 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from penstock.checkpoint.lock import is_claimed
 from penstock.checkpoint.places import CHECKPOINTS, Place, find_place
 from penstock.checkpoint.resume import NEWEST, Saved, TakesCheckpoint, find_saved, verify_saved
 from penstock.checkpoint.run_dir import find_model, run_recipe
 from penstock.checkpoint.store import Checkpoint, find, open_checkpoint, read_tensors, verify
-from penstock.errors import DISK_IS_FULL, CheckpointError, Diverged, DoesNotFit, OutputError, RecipeError
+from penstock.errors import DISK_IS_FULL, CheckpointError, Diverged, DoesNotFit, OutputError, RecipeError, UserError
 from penstock.machine.disk import FILE_LIMIT, hits_file_limit
 from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.known import parse_bytes
@@ -173,13 +175,15 @@ def open_model(
     if place.kind == "run" and not (path / "model").exists():
         saved = find_saved(path, NEWEST, command)
         if saved:
-            say(f"The run did not end: taking the model of step {saved.step:,}")
+            state = "is still going on" if is_claimed(path) else "did not end"
+            say(f"The run {state}: taking the model of step {saved.step:,}, its newest checkpoint")
     elif place.kind == "checkpoint":
         saved = find_saved(path, str(path), command)
         recipe = with_values(Recipe(), dict(saved.recipe) if saved else {}, where=str(path))
     if saved:
-        verify_saved(saved, say, command)
-        model = saved_model(saved, recipe, say)
+        with _not_removed(saved.checkpoint.path):
+            verify_saved(saved, say, command)
+            model = saved_model(saved, recipe, say)
         if device is not None:
             torch.nn.Module.to(model, device)
         return Opened(model, load_tokenizer(recipe), recipe)
@@ -196,6 +200,19 @@ def open_model(
             remedy = "Write it again, or name a run or a checkpoint."
         raise CheckpointError(what, where=str(source), remedy=remedy) from error
     return Opened(model, tokenizer, recipe)
+
+
+@contextmanager
+def _not_removed(path: Path) -> Iterator[None]:
+    """A run that is still going on removes older checkpoints, perhaps the one that is being read."""
+    try:
+        yield
+    except (OSError, EOFError, UserError):
+        if path.exists():
+            raise
+        what = "was removed while it was read: a run that is going on keeps only its newest ones"
+        remedy = f"Give the command again with {path.parents[1]}: it takes the newest one."
+        raise CheckpointError(what, where=str(path), remedy=remedy) from None
 
 
 def saved_model(saved: Saved, recipe: Recipe, say: Callable[[str], None]) -> PreTrainedModel:

@@ -50,6 +50,15 @@ def refuse_if_claimed(directory: Path) -> None:
         os.close(descriptor)
 
 
+def is_claimed(directory: Path) -> bool:
+    """Whether another process is at work in the directory."""
+    try:
+        refuse_if_claimed(directory)
+    except OutputError:
+        return True
+    return False
+
+
 def _lock(directory: Path) -> int:
     path = directory / LOCK_FILE
     while True:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from penstock.checkpoint.lock import LOCK_FILE, refuse_if_claimed
+from penstock.checkpoint.lock import LOCK_FILE, is_claimed, refuse_if_claimed
 from penstock.checkpoint.places import CHECKPOINTS, RECIPE_FILE, check_is_run
 from penstock.checkpoint.store import FILE_BYTES, find, remove, sweep, sync_directory
 from penstock.engine.deepspeed_config import deepspeed_json
@@ -170,6 +170,11 @@ def find_model(run: Path) -> Path:
     """The exported model of a run."""
     check_is_run(run)
     if not (run / "model" / "config.json").exists():
+        if is_claimed(run):
+            recipe = run_recipe(run)
+            saves = recipe.keep and (recipe.save_every or recipe.keep_best)
+            remedy = "Wait for its first checkpoint." if saves else "Wait for its end: before that it saves nothing."
+            raise CheckpointError("the run is still going on and has saved nothing yet", where=str(run), remedy=remedy)
         remedy = f"Go on with `penstock train ... --resume`, or take a checkpoint: `penstock export {run} --to DIR`."
         if not find(run / CHECKPOINTS):
             remedy = "It left no checkpoint either: train it again, with --overwrite."
