@@ -93,8 +93,8 @@ def messages() -> list[Message]:
         for node, around in module.scopes():
             if isinstance(node, ast.Call) and called(node) in KINDS:
                 found += _message(node, module, Reader(node, around, constants, functions))
-            if isinstance(node, ast.FunctionDef) and node.name == "_broken_rules":
-                found += _rules(node, module)
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_rules"):
+                found += _rules(node, module, constants)
     return sorted(found, key=lambda message: (message.file, message.line))
 
 
@@ -114,15 +114,15 @@ def _message(node: ast.Call, module: Module, reader: Reader) -> list[Message]:
     return [Message(called(node), *texts, file=module.name, line=node.lineno)]
 
 
-def _rules(function: ast.FunctionDef, module: Module) -> list[Message]:
+def _rules(function: ast.FunctionDef, module: Module, constants: dict[str, ast.expr]) -> list[Message]:
     """The rules of a recipe: (holds, field, rule, remedy)."""
-    reader = Reader(function, [], {}, {})
     found = []
     for node in ast.walk(function):
-        if isinstance(node, ast.Tuple) and len(node.elts) == 4 and isinstance(node.elts[3], ast.Constant):
-            field, rule, remedy = (reader.text(part) for part in node.elts[1:])
-            field = "FIELD" if isinstance(node.elts[1], ast.Name) else field
-            found.append(Message("RecipeError", rule, f"{field} = VALUE", remedy, module.name, node.lineno))
+        if not isinstance(node, ast.Tuple) or len(node.elts) != 4 or isinstance(node.elts[0], ast.Name | ast.Constant):
+            continue  # the loop over all of them, or a list of fields
+        field, rule, remedy = (Reader(node, [function], constants, {}).text(part) for part in node.elts[1:])
+        field = "FIELD" if isinstance(node.elts[1], ast.Name) else field
+        found.append(Message("RecipeError", rule, f"{field} = VALUE", remedy, module.name, node.lineno))
     return found
 
 

@@ -1,11 +1,14 @@
 """Every message for a user says what happened, where, and what to do; the troubleshooting page lists them all."""
 
 import ast
+import copy
 import importlib.util
 import sys
 from pathlib import Path
 
 from penstock.errors import Interrupted, UserError
+from penstock.recipe.recipe import FIELDS, Recipe
+from penstock.recipe.rules import broken_rules
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,11 +43,22 @@ def test_all_of_them_are_found():
     for kind in LIST.KINDS:
         made = text.count(f"{kind}(") - text.count(f"class {kind}(")
         found = sum(message.kind == kind for message in LIST.messages())
-        by_rule = sum(
-            "_broken_rules" in text and m.where.endswith(" = VALUE") for m in LIST.messages() if m.kind == kind
-        )
+        by_rule = sum(m.file.endswith("recipe/rules.py") for m in LIST.messages() if m.kind == kind)
         passed_on = {"RecipeError": 2, "CheckpointError": 2}.get(kind, 0)  # see scripts/messages.py
         assert found - by_rule == made - passed_on, kind
+
+
+def test_the_rules_of_a_recipe_are_listed():
+    """Every rule that a recipe may break is a line of the page."""
+    listed = {(m.where.removesuffix(" = VALUE"), m.what) for m in LIST.messages() if m.file.endswith("recipe/rules.py")}
+    assert len(listed) > 60
+    assert {field for field, _ in listed} - {"FIELD"} < set(FIELDS)
+    broken = {"lr": 0, "rope": "yarn:1", "tile": "64", "weights": "many", "bucket_size": 0, "engine": "deepspeed"}
+    for field, value in broken.items():
+        recipe = copy.copy(Recipe())
+        object.__setattr__(recipe, field, value)
+        for where, what, _ in broken_rules(recipe):
+            assert (where, what) in listed or ("FIELD", what) in listed
 
 
 def lacks(message):

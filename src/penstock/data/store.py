@@ -210,8 +210,8 @@ def _build_aside(
             directory = tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True)
         _build(Path(directory.name), source, tokenizer, recipe, say)
     except Unwritable as error:
-        where, remedy = tempfile.gettempdir(), FILE_LIMIT if hits_file_limit(error) else remedy
-        raise DoesNotFit(f"tokenized rows cannot be written ({error})", where=where, remedy=remedy) from error
+        where, advice = tempfile.gettempdir(), FILE_LIMIT if hits_file_limit(error) else remedy
+        raise DoesNotFit(f"tokenized rows cannot be written ({error})", where=where, remedy=advice) from error
     store = _load(Path(directory.name), source.files)
     if store is None:
         raise DoesNotFit("tokenized rows do not read back as they were written", where=directory.name, remedy=remedy)

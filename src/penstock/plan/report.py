@@ -167,7 +167,8 @@ def check_one_gpu(recipe: Recipe, gpus: int) -> None:
     if gpus > 1 and names:
         what = "goes with layers that are computed one by one, on one GPU"
         remedy = f"Leave {'it' if len(names) == 1 else 'them'} out, or use one GPU."
-        raise RecipeError(what, where=", ".join(f"{name} = {getattr(recipe, name)}" for name in names), remedy=remedy)
+        fields = ", ".join(f"{name} = {getattr(recipe, name)}" for name in names)
+        raise RecipeError(what, where=f"{fields}", remedy=remedy)
 
 
 def limited(machine: Machine, recipe: Recipe) -> Machine:
