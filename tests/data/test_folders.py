@@ -113,7 +113,7 @@ def test_a_long_document_in_pieces_is_trained_on_whole(write, plain, own_cache):
     assert store.counts.truncated.count == 0
     said = []
     prepare(recipe, plain, len(plain), said.append)
-    assert any("1 longer than max_length, in several examples" in line for line in said)
+    assert any("1 longer than max_length, each split into several examples" in line for line in said)
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------

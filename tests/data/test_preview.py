@@ -77,7 +77,7 @@ def test_show_has_every_part(data, chatml):
     assert f"form: {data.data_format}" in text
     assert "█" in text
     assert "1 to " in text
-    assert "32 rows, 31 kept" in text
+    assert "32 rows of data became 31 examples" in text
     assert "1 dropped, empty response: " in text
     assert "my.jsonl:31" in text
     assert "1 truncated: " in text
@@ -135,5 +135,16 @@ def test_a_data_set_of_its_own_for_evaluation_is_shown(write, recipe_for, chatml
     path = write([*alpaca_rows(3), {"instruction": "q", "input": "", "output": " "}], "eval.jsonl")
     recipe = recipe_for(write(alpaca_rows(5)), eval_data=str(path))
     data = prepare(recipe, chatml, 10**6, lambda _: None)
-    assert "rows read for evaluation" in printed(show(data, chatml), colour=False)
+    assert "rows of data for evaluation" in printed(show(data, chatml), colour=False)
     assert summary(data)["evaluation_source"]["rows"] == 4
+
+
+def test_rows_that_are_split_are_told_from_the_examples_made_of_them(write, recipe_for, chatml):
+    rows = [{"instruction": "q", "input": "", "output": "x " * n} for n in (2, 100, 100)]
+    recipe = recipe_for(write(rows), max_length=64, too_long="split")
+    data = prepare(recipe, chatml, 10**6, lambda _: None)
+    counts = data.train.store.counts
+    assert counts.kept > 5
+    text = " ".join(printed(show(data, chatml), colour=False).replace("│", " ").split())
+    assert f"3 rows of data became {counts.kept} examples; uncut, the longest has {counts.longest} tokens" in text
+    assert "2 longer than max_length, each split into several examples: " in text

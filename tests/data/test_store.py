@@ -284,6 +284,9 @@ def test_an_end_token_that_would_never_be_trained(write, plain):
     with pytest.raises(DataError, match="no example of 3 has its end token within max_length 64") as caught:
         open_it(path, plain, max_length=64)
     assert "--max-length" in caught.value.remedy
+    assert caught.value.remedy.endswith("make several examples of a long one: --too-long split")
+    split = open_it(path, plain, max_length=64, too_long="split")  # what is advised works
+    assert split.counts.kept > 3
 
 
 def test_token_ids_beyond_the_embedding(write, chatml):

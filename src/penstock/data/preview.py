@@ -38,14 +38,14 @@ def show(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, examples: int 
     parts: list[RenderableType] = [*_examples(dataset.train, tokenizer, examples)]
     parts.append(Panel(_packing(dataset.train), title="packing", title_align="left"))
     parts.append(Panel(_histogram(dataset.train), title="tokens in an example", title_align="left"))
-    parts.append(Panel(_rows_read(dataset.train.store), title="rows read", title_align="left"))
+    parts.append(Panel(_rows_read(dataset.train.store), title="rows of data", title_align="left"))
     if dataset.evaluation:
         held = dataset.evaluation
         held_out = f"{counted(held.num_examples, 'example')} in {counted(held.num_rows, 'row')}"
         what = f"{held_out}, {counted(held.num_trained, 'trained token')}"
         parts.append(Panel(what, title="evaluation", title_align="left"))
         if held.store is not dataset.train.store:
-            parts.append(Panel(_rows_read(held.store), title="rows read for evaluation", title_align="left"))
+            parts.append(Panel(_rows_read(held.store), title="rows of data for evaluation", title_align="left"))
     return parts
 
 
@@ -250,6 +250,7 @@ def _histogram(loader: Loader) -> RenderableType:
 
 def _rows_read(store: Store) -> RenderableType:
     counts = store.counts
-    lines = [f"{counted(counts.rows, 'row')}, {counts.kept:,} kept; the longest has {counted(counts.longest, 'token')}"]
+    made = f"{counted(counts.rows, 'row')} of data became {counted(counts.kept, 'example')}"
+    lines = [f"{made}; uncut, the longest has {counted(counts.longest, 'token')}"]
     lines += notes(store) or ["nothing truncated, nothing dropped, every column used"]
     return Text("\n".join(lines))

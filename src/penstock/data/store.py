@@ -96,7 +96,7 @@ def notes(store: Store) -> list[str]:
         "without a trained end token": counts.unended,
         "with text that spells a special token, and becomes it": counts.spelled,
         "with an empty question": counts.unasked,
-        "longer than max_length, in several examples": counts.split,
+        "longer than max_length, each split into several examples": counts.split,
     }
     noted |= {f"dropped, {reason}": note for reason, note in counts.dropped.items()}
     lines = [f"{note.count:,} {what}: {describe(note, files)}" for what, note in noted.items() if note.count]
@@ -276,9 +276,10 @@ def _noted(values: dict[str, Any]) -> Noted:
 
 def _check_counts(counts: Counts, source: Source, recipe: Recipe) -> None:
     """Refuse data from which nothing, or no end of a response, would be learned."""
-    longer = (
-        f"Raise --max-length (the longest example has {counts.longest:,} tokens); plain text: --split-documents length."
-    )
+    longer = f"Raise --max-length (the longest example has {counts.longest:,} tokens)."
+    if recipe.too_long != "split":
+        split = "make several examples of a long one: --too-long split"
+        longer = f"Raise --max-length (the longest example has {counts.longest:,} tokens), or {split}"
     if not counts.kept:
         reasons = "; ".join(f"{n.count:,} {why} ({describe(n, source.files)})" for why, n in counts.dropped.items())
         what = f"no example is left of {counts.rows:,} rows with max_length {recipe.max_length}: {reasons}"
