@@ -46,6 +46,7 @@ _CONTENT, _VERSION = 4, 6
 _FIELDS = (
     "data_format", "columns", "split_documents", "template", "end_token", "train_on_prompt", "max_length", "too_long",
 )  # fmt: skip
+OR_SPLIT = "make several examples of a long one: --too-long split"
 _BUILDING = ".building-"
 _ABANDONED_S = 2 * 24 * 3600.0
 
@@ -278,8 +279,7 @@ def _check_counts(counts: Counts, source: Source, recipe: Recipe) -> None:
     """Refuse data from which nothing, or no end of a response, would be learned."""
     longer = f"Raise --max-length (the longest example has {counts.longest:,} tokens)."
     if recipe.too_long != "split":
-        split = "make several examples of a long one: --too-long split"
-        longer = f"Raise --max-length (the longest example has {counts.longest:,} tokens), or {split}"
+        longer = f"Raise --max-length (the longest example has {counts.longest:,} tokens), or {OR_SPLIT}"
     if not counts.kept:
         reasons = "; ".join(f"{n.count:,} {why} ({describe(n, source.files)})" for why, n in counts.dropped.items())
         what = f"no example is left of {counts.rows:,} rows with max_length {recipe.max_length}: {reasons}"
