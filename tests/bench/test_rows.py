@@ -1,13 +1,14 @@
 """Rows on disk and the table made from them."""
 
 import dataclasses
+import errno
 import json
 
 import pytest
 
 from penstock.bench.rows import WIDTH, Memory, Results, Row, row_of, table
 from penstock.bench.run import show
-from penstock.errors import DataError, OutputError
+from penstock.errors import DataError, DoesNotFit, OutputError
 
 REQUIRED = [
     "date", "machine", "system", "model", "mode", "schedule", "states", "clip", "batch", "seq", "micro_batch",
@@ -60,6 +61,19 @@ def test_a_file_that_is_not_ours_is_found_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="--to"):
         Results(tmp_path / "file" / "inside")
+
+
+def test_a_disk_that_is_full_after_the_first_row_leaves_that_row(tmp_path, monkeypatch):
+    results = Results(tmp_path)
+    results.add(row())
+
+    def full(path, line):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("penstock.bench.rows.append_line", full)
+    with pytest.raises(DoesNotFit, match=r"No space left.*\n.*--to"):
+        results.add(row(step_s=3.0))
+    assert results.read() == [row()]
 
 
 def test_ratios_are_to_the_floor_and_to_our_best():

@@ -6,7 +6,8 @@ import signal
 import pytest
 from safetensors import SafetensorError
 
-from penstock.machine.disk import file_limit, hits_file_limit, write_whole
+from penstock.errors import DoesNotFit, OutputError
+from penstock.machine.disk import append_line, file_limit, hits_file_limit, write_whole, writing
 
 
 @pytest.fixture
@@ -35,6 +36,24 @@ def test_it_has_the_mode_of_any_new_file(tmp_path):
     (tmp_path / "other").write_text("x")
     write_whole(tmp_path / "file", b"x")
     assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_a_line_is_added_whole_or_not_at_all(tmp_path, one_kib):
+    path = tmp_path / "rows.jsonl"
+    append_line(path, "é" * 400)
+    with pytest.raises(OSError, match="File too large"):
+        append_line(path, "x" * 400)  # half of it has room
+    append_line(path, "x" * 100)
+    assert path.read_text() == f"{'é' * 400}\n{'x' * 100}\n"
+
+
+def test_a_full_disk_has_an_exit_code_of_its_own(tmp_path, one_kib):
+    with pytest.raises(DoesNotFit, match="ulimit -f"), writing(tmp_path, "directory"):
+        write_whole(tmp_path / "file", "x" * 2000)
+    with pytest.raises(DoesNotFit, match="name a directory on another disk"), writing(tmp_path, "directory"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OutputError, match="Name a file that can be written"), writing(tmp_path, "file"):
+        (tmp_path / "missing" / "file").write_text("x")
 
 
 def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path):

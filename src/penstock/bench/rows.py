@@ -13,7 +13,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import DataError, OutputError
+from penstock.errors import DataError
+from penstock.flow.timeline import Span
+from penstock.machine.disk import append_line, write_whole, writing
 
 WIDTH = 160
 """Columns of the table: a wide terminal, or a page in a small face."""
@@ -107,19 +109,21 @@ class Results:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        try:
+        with writing(directory, "directory"):
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "rows.jsonl").open("a").close()
-        except OSError as error:
-            what = f"cannot be written ({error.strerror})"
-            raise OutputError(what, where=str(directory), remedy="Name another directory with --to.") from None
         self.read()  # a file that is not ours is found before an hour is spent
 
     def add(self, row: Row) -> None:
         """Append the row and make the table anew."""
-        with (self.directory / "rows.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
-        (self.directory / "table.txt").write_text(table(self.read()), encoding="utf-8")
+        with writing(self.directory, "directory"):
+            append_line(self.directory / "rows.jsonl", json.dumps(dataclasses.asdict(row)))
+        self.write("table.txt", table(self.read()))
+
+    def write(self, name: str, text: str) -> None:
+        """A file beside the rows."""
+        with writing(self.directory, "directory"):
+            write_whole(self.directory / name, text)
 
     def read(self) -> list[Row]:
         """Every row of the file."""
@@ -132,6 +136,13 @@ class Results:
                 remedy = "Mend or remove the line, or name another directory with --to."
                 raise DataError(f"is no result row ({error})", where=f"{path}:{number}", remedy=remedy) from None
         return rows
+
+
+def write_timeline(path: Path, about: dict[str, Any], spans: Sequence[Span]) -> None:
+    """Add what the lanes did in the last steps of a row to a file."""
+    rounded = [(span.lane, round(span.start, 6), round(span.end, 6)) for span in spans]
+    with writing(path, "directory"):
+        append_line(path, json.dumps({**about, "spans": rounded}))
 
 
 def table(rows: Sequence[Row]) -> str:

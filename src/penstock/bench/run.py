@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from penstock.bench.ceilings import Ceilings, measure_ceilings
 from penstock.bench.peers import Peer, peers_of, row_values, run_peer
-from penstock.bench.rows import Memory, Results, Row, is_noise, table
+from penstock.bench.rows import Memory, Results, Row, is_noise, table, write_timeline
 from penstock.bench.this_machine import this_machine
 from penstock.bench.timing import median_seconds
 from penstock.data.loader import MicroBatch
@@ -87,7 +87,7 @@ def bench(recipe: Recipe, asked: Asked, *, to: str, say: Say) -> Report:
     say(f"measuring what {describe(device)} can do")
     ceilings = measure_ceilings(device, torch.float32 if recipe.dtype == "fp32" else torch.bfloat16)
     text = json.dumps(dataclasses.asdict(ceilings), indent=2)
-    (results.directory / "ceilings.json").write_text(text + "\n", encoding="utf-8")
+    results.write("ceilings.json", f"{text}\n")
     for line in ceilings.lines():
         say(f"  {line}")
     rows: list[Row] = []
@@ -283,7 +283,7 @@ def _our_row(
         step_s, gradients, loss, spans = _time_steps(engine, recipe, batches, steps)
         retries = _alloc_retries(case.device) - before
         if case.timeline is not None:
-            _write_timeline(case.timeline, {"model": recipe.name, **asked, "compiled": recipe.compile}, spans)
+            write_timeline(case.timeline, {"model": recipe.name, **asked, "compiled": recipe.compile}, spans)
         state = engine.optimizer.state_bytes()
         memory = Memory(
             weights=sum(p.nbytes for p in model.parameters()),
@@ -320,12 +320,6 @@ def busy_seconds(spans: Sequence[Span]) -> dict[str, float]:
             steps = STEPS_ON_TIMELINE - (span.lane == "wait")
             busy[span.lane] = busy.get(span.lane, 0.0) + (span.end - span.start) / steps
     return dict(sorted(busy.items()))
-
-
-def _write_timeline(path: Path, about: dict[str, Any], spans: Sequence[Span]) -> None:
-    rounded = [(span.lane, round(span.start, 6), round(span.end, 6)) for span in spans]
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**about, "spans": rounded}) + "\n")
 
 
 def peer_row(case: Case, peer: Peer, asked: Asked, directory: Path) -> Row:

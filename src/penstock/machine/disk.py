@@ -9,7 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from penstock.errors import DISK_IS_FULL, DoesNotFit, OutputError
 
 FILE_LIMIT = (
     "The disk is not full: a file may not be larger here. `ulimit -f` shows the limit, `ulimit -f unlimited` lifts it. "
@@ -48,3 +52,30 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a whole line to a file, or nothing."""
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            data = f"{line}\n".encode()
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+@contextmanager
+def writing(path: Path, kind: str) -> Iterator[None]:
+    """What cannot be written, in words, where --to names it, a file or a directory: a full disk has an exit code."""
+    try:
+        yield
+    except OSError as error:
+        what, remedy = f"cannot be written ({error.strerror})", f"Name a {kind} that can be written with --to."
+        if error.errno in DISK_IS_FULL:
+            full = f"Free space there, or name a {kind} on another disk with --to."
+            remedy = FILE_LIMIT if hits_file_limit(error) else full
+            raise DoesNotFit(what, where=str(path), remedy=remedy) from None
+        raise OutputError(what, where=str(path), remedy=remedy) from None

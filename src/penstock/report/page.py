@@ -11,7 +11,6 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import resources
@@ -20,8 +19,8 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from penstock.errors import DISK_IS_FULL, DoesNotFit, OutputError, counted, short
-from penstock.machine.disk import FILE_LIMIT, hits_file_limit, write_whole
+from penstock.errors import counted, short
+from penstock.machine.disk import write_whole, writing
 from penstock.recipe.recipe import Recipe, to_dict
 from penstock.report.charts import Chart, curve_charts, place_charts, theme
 from penstock.report.metrics import Speed, read_row, speeds_of
@@ -51,26 +50,12 @@ def report(paths: list[Path], *, to: str = "", images: bool = False) -> Written:
     converter: Any = vl_convert  # its annotations ask for an argument that it can do without
     runs = read_runs(paths)
     page = Path(to) if to else (paths[0] / PAGE if len(paths) == 1 else Path(PAGE))
-    with _writing(page):
+    with writing(page, "file"):
         page.parent.mkdir(parents=True, exist_ok=True)
         write_whole(page, render(runs, converter.javascript_bundle()))
-    with _writing(page.parent / IMAGES):
+    with writing(page.parent / IMAGES, "file"):
         drawn = draw(runs, page.parent / IMAGES, converter) if images else []
     return Written(page, drawn)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """What cannot be written, in words; a full disk has an exit code of its own."""
-    try:
-        yield
-    except OSError as error:
-        what, remedy = f"cannot be written ({error.strerror})", "Name a file that can be written with --to."
-        if error.errno in DISK_IS_FULL:
-            full = "Free space there, or name a file on another disk with --to."
-            remedy = FILE_LIMIT if hits_file_limit(error) else full
-            raise DoesNotFit(what, where=str(path), remedy=remedy) from None
-        raise OutputError(what, where=str(path), remedy=remedy) from None
 
 
 def render(runs: list[RunRecord], library: str) -> str:
