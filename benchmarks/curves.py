@@ -1,4 +1,4 @@
-"""A run of 200 steps under every home, update schedule and state format, beside torch's own AdamW.
+"""A run of 200 steps under every home, update and state format, beside torch's own AdamW.
 
     python benchmarks/curves.py measure DIR [field=value ...]    adds to DIR/curves.jsonl; fields of the recipe
     python benchmarks/curves.py roundings DIR [field=value ...]  the same for layers that round in another order
@@ -167,9 +167,7 @@ def plot(directory):
                      f"{max(gap):.2e}, at the end {mean_end(groups[group][0]['losses']):.4f} against "
                      f"{mean_end(exact):.4f}")  # fmt: skip
         axes[1].semilogy(smooth(gap), label=f"{group} - fp32")
-    axes[0].set(
-        xlabel="step", ylabel="loss, mean of ten steps", title="All homes and schedules of a group are one line"
-    )
+    axes[0].set(xlabel="step", ylabel="loss, mean of ten steps", title="All homes and updates of a group are one line")
     axes[1].set(xlabel="step", ylabel="difference of losses", title="Difference, mean of ten steps")
     for axis in axes:
         axis.legend(fontsize=8)

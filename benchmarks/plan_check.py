@@ -11,7 +11,7 @@ LIMITS = {"GPU GB": 0.05, "host GB": 0.05, "step s": 0.15}
 
 def row_of(plan: dict, rows: list[dict]) -> dict | None:
     """The last row with the settings of the plan."""
-    settings = {"model": plan["recipe"], "schedule": plan["schedule"], **plan["settings"]}
+    settings = {"model": plan["recipe"], "update": plan["update"], **plan["settings"]}
     settings |= {"batch": plan["batch_size"], "seq": plan["max_length"]}
     same = [row for row in rows if row["system"] == "penstock" and settings.items() <= row.items()]
     return same[-1] if same else None
@@ -38,7 +38,7 @@ def table(directory: Path) -> list[str]:
             why = (row["error"] if row else "no row with these settings") if plan else "no plan"
             found.append(f"{plan['recipe'] if plan else f'job {number}':<34}{why}")
             continue
-        name = f"{plan['recipe']} {plan['schedule']} {plan['settings']['states']}"
+        name = f"{plan['recipe']} {plan['update']} {plan['settings']['states']}"
         for what, (planned, measured) in compared(plan, row).items():
             off = planned / measured - 1
             mark = "" if abs(off) <= LIMITS[what] else "  over the limit"

@@ -11,7 +11,7 @@ from penstock.bench.run import show
 from penstock.errors import DataError, DoesNotFit, OutputError
 
 REQUIRED = [
-    "date", "machine", "system", "model", "mode", "schedule", "states", "clip", "batch", "seq", "micro_batch",
+    "date", "machine", "system", "model", "mode", "update", "states", "clip", "batch", "seq", "micro_batch",
     "recompute", "compiled", "step_s", "floor_s", "exposed_s", "tokens_per_s", "model_tflops", "matrix_tflops",
     "gpu_bytes", "host_bytes", "versions", "error",
 ]  # fmt: skip
@@ -20,7 +20,7 @@ REQUIRED = [
 def row(system="penstock", step_s=2.0, **more):
     values = {
         "date": "2026-11-15", "machine": "NVIDIA H200, 140 GiB", "system": system, "model": "llama-8b",
-        "mode": "superoffload", "schedule": "after-norm", "states": "fp32", "clip": True, "batch": 4, "seq": 4096,
+        "mode": "superoffload", "update": "after-norm", "states": "fp32", "clip": True, "batch": 4, "seq": 4096,
         "micro_batch": 4, "recompute": "full", "compiled": False, "step_s": step_s, "floor_s": 1.6,
         "exposed_s": step_s and step_s - 1.6, "tokens_per_s": step_s and 16384 / step_s, "model_tflops": 500.0,
         "matrix_tflops": 800.0, "gpu_bytes": 131_500_000_000, "host_bytes": 67_000_000_000,
@@ -52,6 +52,8 @@ def test_an_earlier_file_is_read_too():
     values = dataclasses.asdict(row())
     del values["setting"], values["memory"], values["lanes"]
     assert row_of({**values, "gone": 1}).setting == ""
+    values["schedule"] = values.pop("update")
+    assert row_of(values).update == "after-norm"
 
 
 def test_a_file_that_is_not_ours_is_found_at_once(tmp_path):
@@ -77,8 +79,8 @@ def test_a_disk_that_is_full_after_the_first_row_leaves_that_row(tmp_path, monke
 
 
 def test_ratios_are_to_the_floor_and_to_our_best():
-    peer = row("deepspeed", 6.0, mode="zerooffload", schedule="", setting="ratio 0.3")
-    lines = table([row("floor", 1.6, mode="", schedule="", states=""), row(), row(step_s=3.0), peer]).splitlines()
+    peer = row("deepspeed", 6.0, mode="zerooffload", update="", setting="ratio 0.3")
+    lines = table([row("floor", 1.6, mode="", update="", states=""), row(), row(step_s=3.0), peer]).splitlines()
     headings = cells(lines[1])
     of_peer = dict(
         zip([h for h in headings if h != "s"], [*cells(lines[5])[:2], "", *cells(lines[5])[2:]], strict=False)
@@ -102,7 +104,7 @@ def test_a_failure_is_a_line_that_says_so_and_every_line_fits():
 
 
 def test_the_widest_row_fits():
-    wide = row(schedule="in-backward", step_s=1234.567, recompute="none", setting="ratio 0.35", tokens_per_s=123456.0)
+    wide = row(update="in-backward", step_s=1234.567, recompute="none", setting="ratio 0.35", tokens_per_s=123456.0)
     line = table([wide, row("flashoptim", 2.0)]).splitlines()[2]
     assert line.endswith("ratio 0.35")
 
@@ -111,9 +113,9 @@ def test_what_streams_and_what_is_allowed_stands_below_in_full():
     limit = {"gpu_limit_gb": 16.0, "driver_bytes": 15_800_000_000}
     ours = row(weights="streamed", order="layers", inputs="parked", **limit)
     peer = row(
-        "deepspeed", 9.0, mode="zerooffload", schedule="", weights="streamed", setting="parameters on the CPU", **limit
+        "deepspeed", 9.0, mode="zerooffload", update="", weights="streamed", setting="parameters on the CPU", **limit
     )
-    text = table([row("floor", 1.6, mode="", schedule="", states=""), ours, peer, row("torchao", None, error="no")])
+    text = table([row("floor", 1.6, mode="", update="", states=""), ours, peer, row("torchao", None, error="no")])
     assert [line for line in text.splitlines() if line.startswith("  GPU")] == [
         "  GPU, superoffload after-norm fp32 clipped: weights streamed, layers, parked, 16 GB allowed, 15.8 taken",
         "  GPU, deepspeed zerooffload fp32 clipped: parameters on the CPU, weights streamed, rows, 16 GB allowed, "
@@ -135,7 +137,7 @@ def test_the_references_count_stands_below_under_its_own_name():
 
 def test_what_cannot_be_is_called_noise():
     """A step contains its floor, so that it cannot take less."""
-    floor = row("floor", 1.6, floor_s=1.6, exposed_s=0.0, mode="", schedule="", states="")
+    floor = row("floor", 1.6, floor_s=1.6, exposed_s=0.0, mode="", update="", states="")
     text = table([floor, row(step_s=1.5, floor_s=1.6, exposed_s=-0.1)])
     assert "noise of the measurement" in text
     assert "under 1 is noise" in show(row(step_s=1.5, floor_s=1.6))

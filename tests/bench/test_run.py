@@ -100,7 +100,7 @@ def report(tmp_path_factory):
 
 
 def test_rows_are_the_floor_and_each_variant(report):
-    assert [(row.system, row.schedule, row.clip) for row in report.rows] == [
+    assert [(row.system, row.update, row.clip) for row in report.rows] == [
         ("floor", "", False),
         ("penstock", "after-norm", True),
         ("penstock", "in-backward", False),
@@ -158,7 +158,7 @@ def test_a_timeline_has_every_lane_of_every_row(tmp_path):
     recipe = dataclasses.replace(TINY, homes="gpu=0.4,stream=0.3,host=0.3")
     bench(recipe, Asked(steps=1, timeline=True), to=str(tmp_path), say=lambda _: None)
     lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
-    assert [line["schedule"] for line in lines] == ["after-norm", "in-backward"]
+    assert [line["update"] for line in lines] == ["after-norm", "in-backward"]
     for line in lines:
         assert {"in", "update", "out", "cpu", "forward", "backward", "wait"} <= {lane for lane, _, _ in line["spans"]}
         assert all(start <= end for _, start, end in line["spans"])

@@ -1,4 +1,4 @@
-"""Ranks on the CPU: two and four of them train what one trains, in every home, schedule and format."""
+"""Ranks on the CPU: two and four of them train what one trains, in every home, update and format."""
 
 from dataclasses import replace
 

@@ -170,7 +170,7 @@ def test_the_matrix_reproduces_the_references_table():
 
 @pytest.mark.slow
 def test_on_the_h200_every_preset_but_the_largest_has_a_way():
-    """With the format and schedule that the planner picks."""
+    """With the format and update that the planner picks."""
     for name in ("gpt-oss-20b", "qwen3-30b-a3b", "seed-oss-36b"):
         words = ["plan", name, "--gpu", "h200", "--states", "int8", "--max-grad-norm", "0"]
         assert main(words) == 0, name

@@ -48,8 +48,8 @@ class Row:
     """penstock, floor, deepspeed, torchao or flashoptim."""
     model: str
     mode: str
-    schedule: str
-    """The update schedule: after-norm or in-backward. Empty for systems that have none."""
+    update: str
+    """When weights are updated: after-norm or in-backward. Empty for systems that have none."""
     states: str
     clip: bool
     batch: int
@@ -98,6 +98,8 @@ class Row:
 
 def row_of(values: dict[str, Any]) -> Row:
     """A row from JSON. Files of earlier versions lack fields that have a default, and may have others."""
+    if "schedule" in values:  # what `update` was called
+        values = {"update": values["schedule"], **values}
     known = {field.name: values[field.name] for field in dataclasses.fields(Row) if field.name in values}
     if known.get("memory"):
         known["memory"] = Memory(**known["memory"])
@@ -198,7 +200,7 @@ def is_noise(row: Row) -> bool:
 def _cells(row: Row, best: float | None) -> tuple[str, ...]:
     clip = "yes" if row.clip else "no" if row.states else ""
     system = f"{row.system} fp8" if row.matmul == "fp8" else row.system
-    words = (system, row.mode, row.schedule, row.states, clip, str(row.micro_batch), row.recompute)
+    words = (system, row.mode, row.update, row.states, clip, str(row.micro_batch), row.recompute)
     if row.step_s is None:
         return words
     return (
@@ -230,7 +232,7 @@ def _flow(row: Row) -> str:
 def _name(row: Row) -> str:
     ours = row.system == "penstock"
     fp8, clipped = "fp8" if row.matmul == "fp8" else "", "clipped" if row.clip else ""
-    words = ("" if ours else row.system, fp8, row.mode, row.schedule, row.states, clipped)
+    words = ("" if ours else row.system, fp8, row.mode, row.update, row.states, clipped)
     return " ".join(filter(None, words))
 
 

@@ -174,7 +174,7 @@ class Case:
             "machine": describe(self.device),
             "model": recipe.name,
             "mode": "",
-            "schedule": "",
+            "update": "",
             "states": "",
             "clip": False,
             "batch": recipe.batch_size,
@@ -207,7 +207,7 @@ class Case:
 def show(row: Row) -> str:
     """A row while the others are still to come."""
     fp8, clipped = "fp8" if row.matmul == "fp8" else "", "clipped" if row.clip else ""
-    words = (row.system, fp8, row.mode, row.schedule, row.states, clipped, row.setting)
+    words = (row.system, fp8, row.mode, row.update, row.states, clipped, row.setting)
     name = " ".join(filter(None, words))
     if row.step_s is None:
         return f"{name}: {row.error}"
@@ -273,7 +273,7 @@ def _our_row(
     asked = {
         "mode": recipe.mode,
         "states": recipe.states,
-        "schedule": recipe.update,
+        "update": recipe.update,
         "clip": bool(recipe.max_grad_norm),
     }
     engine: NativeEngine | None = None

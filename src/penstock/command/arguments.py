@@ -86,7 +86,7 @@ class BenchArgs(RecipeArgs):
     modes: str = ""
     """Modes of ours: superoffload,zerooffload. Empty: the recipe's."""
     updates: str = "after-norm,in-backward"
-    """Update schedules of ours; in-backward runs without clipping."""
+    """When ours updates weights; in-backward runs without clipping."""
     formats: str = ""
     """State formats of ours: fp32,bf16,int8. Empty: the recipe's."""
     steps: int = 6

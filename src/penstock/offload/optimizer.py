@@ -288,7 +288,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if "host" in parts:
             parts["host"] += f" (cores: {len(self._cores)})"
         overlap = "" if self._overlap else ", without overlap"
-        return f"optimizer state in {self.format.name}: {', '.join(parts.values())}; schedule {self.update}{overlap}"
+        return f"optimizer state in {self.format.name}: {', '.join(parts.values())}; updates {self.update}{overlap}"
 
     def describe_host_memory(self) -> str:
         """How much of it the homes took, and how fast it was ready; nothing if all state is on the device."""

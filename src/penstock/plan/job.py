@@ -46,7 +46,7 @@ class Job:
     """Tokens that one attends to on average; 0: as in rows that one example fills."""
 
     @property
-    def schedule(self) -> str:
+    def chosen_update(self) -> str:
         """When weights are updated."""
         if not self.overlap:
             return "after-norm"
@@ -55,7 +55,7 @@ class Job:
     @property
     def in_backward(self) -> bool:
         """Whether weights are updated while backward runs."""
-        return self.schedule == "in-backward"
+        return self.chosen_update == "in-backward"
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -233,7 +233,8 @@ def headline(plan: Plan) -> str:
     exact = "exact fp32 state" if settings.states == "fp32" else f"{settings.states} moments"
     clip = "clipped" if plan.job.clip else "not clipped"
     exact = f"fp8 products, {exact}" if plan.job.matmul == "fp8" else exact
-    return f"{exact}, {counted(settings.micro_batch, 'row')} at once, {recompute}, updates {plan.job.schedule} ({clip})"
+    rows = counted(settings.micro_batch, "row")
+    return f"{exact}, {rows} at once, {recompute}, updates {plan.job.chosen_update} ({clip})"
 
 
 def _count(number: int) -> str:

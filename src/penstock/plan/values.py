@@ -19,7 +19,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "batch_size": plan.job.batch_size,
         "max_length": plan.job.length,
         "settings": _settings(plan),
-        "schedule": plan.job.schedule,
+        "update": plan.job.chosen_update,
         "matmul": plan.job.matmul,
         "homes": plan.split.shares(),
         "streamed_layers": plan.settings.streamed,
