@@ -294,30 +294,30 @@ def test_the_demo_from_training_to_an_answer(tmp_path):
         mean = sum(row[name] * row["step_seconds"] for row in rows) / summary["seconds"]
         assert summary[name] == pytest.approx(mean, rel=1e-6)
     assert summary["tokens"] == sum(row["tokens"] for row in rows)
-    answered_by_transformers_alone(tmp_path / summary["model_dir"], examples)
 
     said = penstock("generate", "runs/demo", summary["answer"]["prompt"], "--json", cwd=tmp_path)
     assert json.loads(said.stdout)["answer"] == summary["answer"]["after"]
     exported = penstock("export", "runs/demo", "--to", "elsewhere", "--shard-size", "2MB", cwd=tmp_path)
     assert exported.returncode == 0, exported.stderr
     assert len(list((tmp_path / "elsewhere").glob("*.safetensors"))) > 1
-    answered_by_transformers_alone(tmp_path / "elsewhere", examples)
+    answered_by_transformers_alone(examples, tmp_path / summary["model_dir"], tmp_path / "elsewhere")
 
 
-def answered_by_transformers_alone(directory, examples):
-    """Three prompts of the training data, in a process that never imports penstock."""
+def answered_by_transformers_alone(examples, *directories):
+    """Three prompts of the training data by the model of each, in a process that never imports penstock."""
     code = """
 import json, sys
 from transformers import pipeline
-rows = [json.loads(line) for line in open(sys.argv[2], encoding="utf-8")]
-chat = pipeline("text-generation", model=sys.argv[1])
-for row in (rows[0], rows[20], rows[40]):
-    asked = [{"role": "user", "content": row["instruction"] + ("\\n\\n" + row["input"] if row["input"] else "")}]
-    reply = chat(asked, max_new_tokens=80, do_sample=False)[0]["generated_text"][-1]["content"]
-    assert reply.strip() == row["output"].strip(), (asked, reply, row["output"])
+rows = [json.loads(line) for line in open(sys.argv[1], encoding="utf-8")]
+for directory in sys.argv[2:]:
+    chat = pipeline("text-generation", model=directory)
+    for row in (rows[0], rows[20], rows[40]):
+        asked = [{"role": "user", "content": row["instruction"] + ("\\n\\n" + row["input"] if row["input"] else "")}]
+        reply = chat(asked, max_new_tokens=80, do_sample=False)[0]["generated_text"][-1]["content"]
+        assert reply.strip() == row["output"].strip(), (asked, reply, row["output"])
 assert "penstock" not in sys.modules
 """
-    result = subprocess.run([sys.executable, "-c", code, directory, examples], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", code, examples, *directories], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
