@@ -17,7 +17,8 @@ from penstock.engine import ranks as ranks_module
 from penstock.engine.ranks import ALONE, Meeting, World, _all_have_ended, bind, find_world, first_machine, named
 from penstock.errors import Diverged, RankLost, RecipeError
 from penstock.machine import lost
-from penstock.machine.launch import TERMINAL, check_batch
+from penstock.machine.launch import check_batch
+from penstock.machine.launched import TERMINAL
 
 
 def test_without_a_starter_a_process_is_alone():

@@ -19,7 +19,8 @@ from penstock.engine.ranks import Meeting, World
 from penstock.errors import RankLost, RecipeError
 from penstock.machine import launch as launch_module
 from penstock.machine import lost
-from penstock.machine.launch import AGREED, MET, Machines, _report, _tell_other_machines, launch
+from penstock.machine.launch import Machines, _report, _tell_other_machines, launch
+from penstock.machine.launched import AGREED, MET
 
 DEVICE = "cuda" if os.environ.get("PENSTOCK_SHARE_GPU") == "1" else "cpu"
 TINY = "num_hidden_layers=1,hidden_size=16,intermediate_size=16,num_attention_heads=2,num_key_value_heads=1,head_dim=8"

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from penstock.machine.launch import ERRORS
+from penstock.machine.launched import ERRORS
 from penstock.run import ending
 
 

@@ -99,7 +99,7 @@ def _end(number: int, _: object) -> None:
 
 def _fail(message: str, exit_code: int, words: list[str], found: Mapping[str, object] | None = None) -> int:
     """Tell what went wrong; a rank leaves it to its launcher, so that it is shown once."""
-    from penstock.machine.launch import leave_error
+    from penstock.machine.launched import leave_error
 
     if not leave_error(message):
         tell(f"rank {os.environ['RANK']}: {message}" if "RANK" in os.environ else message, exit_code, words, found)
@@ -130,7 +130,8 @@ def train(words: list[str]) -> int:
     """Fine-tune a model: penstock train [RECIPE] [--flags]."""
     parsed = parse_with_recipe(TrainArgs, "train", with_value(words, "--resume", "newest"))
     args = parsed.args
-    from penstock.machine.launch import Machines, check_batch, follow_launcher, launch
+    from penstock.machine.launch import Machines, check_batch, launch
+    from penstock.machine.launched import follow_launcher
     from penstock.plan.report import check_one_gpu
 
     machines = Machines(args.gpus, args.nodes, args.node_rank, args.rendezvous)

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from penstock.errors import Diverged, Interrupted, RankLost, RecipeError, UserError, counted
 from penstock.machine.hardware import near_cores, shares_of_cores, usable_cores
-from penstock.machine.launch import AGREED, MET, leave_mark, say_here
+from penstock.machine.launched import AGREED, MET, leave_mark, say_here
 from penstock.machine.lost import GONE, Watch, first_line, lost_connection
 from penstock.update.norm import sum_over
 

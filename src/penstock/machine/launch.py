@@ -8,7 +8,6 @@ once, with its rank, and its exit code is the command's. Nothing heavy is import
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -24,20 +23,14 @@ from pathlib import Path
 from threading import Timer
 
 from penstock.errors import RankLost, RecipeError, tell
+from penstock.machine.launched import AGREED, ERRORS, GOING_ON, MET, TERMINAL, error_of, mark_of
+from penstock.machine.lost import announce, announce_for, meeting_store
 from penstock.machine.signals import handling
 
-ERRORS = "PENSTOCK_ERRORS"
-"""Names a directory in which a rank leaves its error, instead of printing it."""
-MET, AGREED = "met", "agreed"
-"""What a rank notes there too: that all ranks have met; that it leaves as all agreed to, whatever its exit code."""
-TERMINAL = "PENSTOCK_TERMINAL"
-"""Names the launcher's standard error, for what a rank whose output is hidden has to say to people."""
 TELLING_SECONDS = 30.0
 """How long other machines are told of a rank that failed before they met: they may still be importing torch."""
 INSISTING_SECONDS = 10.0
 """From the second signal to the end of ranks that did not follow it."""
-GOING_ON = "The same command with --resume goes on from the newest checkpoint, or begins again if there is none."
-"""What is said to who cannot see the run's directory."""
 GRACE_SECONDS = 5.0
 """After one rank has ended by an error: the others may be ending too, by the same or because of it."""
 
@@ -115,7 +108,7 @@ def launch(
                 environment = {**quiet, **os.environ, **variables, ERRORS: notes}
                 processes.append(_start(words, environment, Path(notes), shown=variables["RANK"] == "0" or debug))
             codes = _wait_for(processes)
-        agreed = any(_mark(Path(notes), first_rank + index, AGREED).exists() for index in range(machines.gpus))
+        agreed = any(mark_of(Path(notes), first_rank + index, AGREED).exists() for index in range(machines.gpus))
         if any(codes) and not agreed:  # what they started has nobody to end it
             _kill(processes)
         insisted = len(heard) > 1
@@ -197,20 +190,18 @@ def _tell_other_machines(codes: Sequence[int], notes: Path, machines: Machines, 
     ended = [
         (code, first_rank + index)
         for index, code in enumerate(codes)
-        if code not in (0, RankLost.exit_code) and not _mark(notes, first_rank + index, AGREED).exists()
+        if code not in (0, RankLost.exit_code) and not mark_of(notes, first_rank + index, AGREED).exists()
     ]
     if not ended:
         return
     code, rank = _first_of(ended, notes)
-    note = notes / f"{rank}.error"
+    note = error_of(notes, rank)
     text = f"rank {rank} " + (f"failed: {_first_line(note)}" if note.exists() else _how(code))
-    met = any(_mark(notes, first_rank + index, MET).exists() for index in range(len(codes)))
+    met = any(mark_of(notes, first_rank + index, MET).exists() for index in range(len(codes)))
     if not met:
         print(f"penstock: telling the other machines, for up to {TELLING_SECONDS:.0f} s", file=sys.stderr)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or a store that is gone fills the screen below our message
     with suppress(Exception, KeyboardInterrupt):  # rank 0 may be the one that was killed, and nobody is there to hear
-        from penstock.machine.lost import announce, announce_for, meeting_store
-
         if machines.node_rank == 0 and not met:  # rank 0 has not opened their store, or took it along
             announce_for(TELLING_SECONDS, text, address, range(machines.gpus, machines.ranks))
         else:
@@ -249,7 +240,7 @@ def _report(
     if not failed:
         return 0
     code, rank = _first_of(failed, notes)
-    note, output = notes / f"{rank}.error", notes / f"{rank}.output"
+    note, output = error_of(notes, rank), notes / f"{rank}.output"
     if note.exists():
         message = note.read_text(encoding="utf-8")
     else:
@@ -273,7 +264,7 @@ def _first_of(failed: Sequence[tuple[int, int]], notes: Path) -> tuple[int, int]
 
     def order(one: tuple[int, int]) -> tuple[bool, bool, bool, float]:
         code, rank = one
-        note = notes / f"{rank}.error"
+        note = error_of(notes, rank)
         wrote = note.exists()
         return code == RankLost.exit_code, code == 1, not wrote, note.stat().st_mtime if wrote else 0.0
 
@@ -282,38 +273,6 @@ def _first_of(failed: Sequence[tuple[int, int]], notes: Path) -> tuple[int, int]
 
 def _first_line(note: Path) -> str:
     return note.read_text(encoding="utf-8").partition("\n")[0]
-
-
-def _mark(notes: Path, rank: int, word: str) -> Path:
-    return notes / f"{rank}.{word}"
-
-
-def leave_mark(word: str) -> None:
-    """Tell the launcher that started this rank, if one did, how far it has come."""
-    if ERRORS in os.environ:
-        _mark(Path(os.environ[ERRORS]), int(os.environ["RANK"]), word).touch()
-
-
-def say_here(text: str) -> None:
-    """Say something to the people at this machine, although a launcher may hide what this rank prints."""
-    with suppress(OSError):  # the terminal may be gone
-        os.write(int(os.environ.get(TERMINAL, "2")), f"penstock: {text}\n".encode())
-
-
-def leave_error(message: str) -> bool:
-    """Give an error to the launcher that started this rank, if one did."""
-    if ERRORS not in os.environ:
-        return False
-    note = Path(os.environ[ERRORS]) / f"{os.environ['RANK']}.error"
-    note.write_text(message, encoding="utf-8")
-    return True
-
-
-def follow_launcher() -> None:
-    """Have the kernel send this rank a SIGTERM if its launcher dies, so that it saves and ends."""
-    if ERRORS in os.environ:
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def _free_port() -> int:

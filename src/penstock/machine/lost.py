@@ -21,7 +21,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, NoReturn
 
 from penstock.errors import RankLost, tell
-from penstock.machine.launch import GOING_ON, leave_error
+from penstock.machine.launched import GOING_ON, leave_error
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from penstock.checkpoint.places import CHECKPOINTS
 from penstock.checkpoint.store import find
 from penstock.errors import DISK_IS_FULL, DoesNotFit, Interrupted, OutputError
 from penstock.machine.disk import FILE_LIMIT, hits_file_limit
-from penstock.machine.launch import ERRORS
+from penstock.machine.launched import ERRORS
 from penstock.machine.signals import handling, leave_terminal
 from penstock.recipe.recipe import Recipe
 
