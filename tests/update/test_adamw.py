@@ -1,7 +1,9 @@
 """The three kernels give the same bits in every format."""
 
 import ctypes
+import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,6 +122,17 @@ def test_triton_in_its_interpreter_equals_reference(n, dtype, states):
         launch_adamw(*a, coefficients(t))
         adamw_reference_(*b, coefficients(t))
     assert_same(a, b)
+
+
+@pytest.mark.slow
+def test_no_product_is_fused_with_a_sum_on_any_gpu():
+    """Nor is a quotient or a root an approximation: what the compiler makes of it for Ampere, Hopper and Blackwell."""
+    words = [sys.executable, Path(__file__).with_name("compiled_kernels.py"), "80", "90", "120"]
+    done = subprocess.run(words, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert len(found) == 3 * (6 + 2)
+    assert not [line for line in found if line[-1] != "0"]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from penstock.model.turned import cast_both, cast_columns, turned
+from penstock.model.turned import cast_columns, turned
 from penstock.recipe.recipe import FP8_MULTIPLE
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -52,17 +52,14 @@ def fp8_gradients(
     rows, tokens = _whole(gradient.reshape(-1, gradient.shape[-1])), gradient.numel() // gradient.shape[-1]
     top = _largest(rows)
     by_x = by_weight = None
-    if wanted[1]:
-        narrow, columns = cast_both(rows, _rate(top, _E5M2), _E5M2)
-    else:
-        narrow = _cast(rows, top, _E5M2)
+    narrow = _cast(rows, top, _E5M2)
     if wanted[0]:
-        down = cast_columns(weight, _rate(largest[1], _E4M3), _E4M3)
+        down = cast_columns(weight, _rate(largest[1], _E4M3))
         by_x = _multiply(narrow, down, _step(top, _E5M2), _step(largest[1], _E4M3), gradient.dtype)
         by_x = by_x[:tokens].view(x.shape)
     if wanted[1]:
         across = turned(_cast(_whole(x.reshape(-1, x.shape[-1])), largest[0], _E4M3))
-        by_weight = _multiply(columns, across, _step(top, _E5M2), _step(largest[0], _E4M3), weight.dtype)
+        by_weight = _multiply(turned(narrow), across, _step(top, _E5M2), _step(largest[0], _E4M3), weight.dtype)
     return by_x, by_weight
 
 
