@@ -14,7 +14,7 @@ from own_code import with_own_code
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from penstock.checkpoint.export import PROBE, _compare, export, export_from, logits_of, mend_generation
+from penstock.checkpoint.export import PROBE, _compare, export, export_from, logits_of, mend_generation, not_written
 from penstock.errors import CheckpointError, Diverged, DoesNotFit, OutputError, RecipeError
 from penstock.model.load import load_config, load_model
 from penstock.recipe.presets import PRESETS
@@ -72,9 +72,11 @@ def test_a_limit_on_file_size_is_not_a_full_disk(tmp_path, model, tokenizer, lim
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert "`ulimit -f`" in caught.value.remedy
-    assert "--shard-size" in caught.value.remedy
+    assert "--shard-size" not in caught.value.remedy  # no file of 1 GB could be written either
     assert "Free space" not in caught.value.remedy
     assert list(tmp_path.iterdir()) == []
+    of_file_system = not_written(tmp_path, OSError(errno.EFBIG, "File too large"))
+    assert "--shard-size 1GB" in of_file_system.remedy
 
 
 @pytest.mark.parametrize("size", ["abc", "0", "1"])

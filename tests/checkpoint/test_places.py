@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from penstock.checkpoint import export
 from penstock.checkpoint.lock import claim
-from penstock.checkpoint.places import find_place, resume_advice
+from penstock.checkpoint.places import NEWEST, find_place, resume_advice
 from penstock.checkpoint.store import remove
 from penstock.command.cli import main
 from penstock.errors import RecipeError
@@ -98,6 +98,8 @@ def test_how_a_run_whose_rank_died_goes_on_is_told_by_what_it_has_saved(tmp_path
         return capsys.readouterr().err
 
     assert f"There is no checkpoint in {tmp_path} yet: the same command with --resume begins again." in said()
+    assert "the same command goes on from other/run again." in resume_advice(tmp_path, "other/run")
+    assert resume_advice(tmp_path, NEWEST) == resume_advice(tmp_path)
     half = tmp_path / "checkpoints" / ".saving-step-00000002"
     half.mkdir(parents=True)
     (half / "manifest.json").touch()

@@ -53,6 +53,9 @@ def test_examples_longer_than_rows(tmp_path, too_long, steps, said):
     assert found is not None
     assert found.steps == steps
     assert said in found.how
+    apart = run_length(replace(recipe, too_long=too_long, packing=False))
+    assert apart is not None
+    assert apart.steps == steps
     if too_long == "truncate":
         assert (found.attended, found.tokens) == (0.0, 20 * 1024)
 

@@ -119,12 +119,22 @@ def test_plan_knows_the_positions_that_training_refuses(preset, rope, beyond):
         assert ways[0] in planned
 
 
-def test_a_config_files_own_scaling_is_known(tmp_path):
+@pytest.mark.parametrize("word", ["rope_type", "type"])  # newer, older
+def test_a_config_files_own_scaling_is_known(word, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(
         {"model_type": "llama", **SMALL, "max_position_embeddings": 64,
-         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}
+         "rope_scaling": {word: "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}
     ))  # fmt: skip
     recipe = Recipe(model=str(tmp_path), max_length=1024)
     assert "knows 256 positions" in check_rope(architecture_of(recipe), recipe)
     with pytest.raises(RecipeError, match="a scaling of its own, yarn"):
         check_rope(architecture_of(recipe), replace(recipe, rope="yarn:2"))
+
+
+@pytest.mark.parametrize("old", [{}, {"rope_scaling": None}])
+def test_a_config_that_names_no_scaling_has_rotary_positions_all_the_same(old, tmp_path):
+    config = {"model_type": "llama", **SMALL, "max_position_embeddings": 64, **old}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    recipe = Recipe(model=str(tmp_path), max_length=100)
+    assert "--rope yarn:2 scales its positions" in check_rope(architecture_of(recipe), recipe)
+    assert not check_rope(architecture_of(recipe), replace(recipe, rope="yarn:2"))

@@ -7,6 +7,7 @@ logits, the end token), and only then renamed: a directory that is there is one 
 from __future__ import annotations
 
 import copy
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -28,12 +29,12 @@ from transformers import (
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from penstock.checkpoint.lock import is_claimed
-from penstock.checkpoint.places import CHECKPOINTS, Place, find_place
-from penstock.checkpoint.resume import NEWEST, Saved, TakesCheckpoint, find_saved, verify_saved
+from penstock.checkpoint.places import CHECKPOINTS, NEWEST, Place, find_place
+from penstock.checkpoint.resume import Saved, TakesCheckpoint, find_saved, verify_saved
 from penstock.checkpoint.run_dir import find_model, run_recipe
 from penstock.checkpoint.store import Checkpoint, find, open_checkpoint, read_tensors, verify
 from penstock.errors import DISK_IS_FULL, CheckpointError, Diverged, DoesNotFit, OutputError, RecipeError, UserError
-from penstock.machine.disk import FILE_LIMIT, hits_file_limit
+from penstock.machine.disk import FILE_LIMIT, file_limit, hits_file_limit
 from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.known import parse_bytes
 from penstock.model.attention import stock_attention
@@ -42,10 +43,9 @@ from penstock.offload.saved_tensors import weight_tensors
 from penstock.recipe.recipe import Recipe, with_values
 
 OCCUPIED = "Name a directory that does not exist yet, or remove this one."
-NO_ROOM = "Free space there, or write it elsewhere: `penstock export RUN --to DIR`. Nothing of it was left behind."
-SMALLER_FILES = (
-    "`penstock export RUN --to DIR --shard-size 1GB` writes smaller ones. Nothing of this one was left behind."
-)
+NOTHING_LEFT = "Nothing of it was left behind."
+NO_ROOM = f"Free space there, or write it elsewhere: `penstock export RUN --to DIR`. {NOTHING_LEFT}"
+SMALLER_FILES = f"`penstock export RUN --to DIR --shard-size 1GB` writes smaller ones. {NOTHING_LEFT}"
 UNCHECKED = (
     "What was written is left there, and checkpoints are untouched. Try `penstock export RUN --to DIR`; if it says so "
     "again, please report it with the name of the model."
@@ -94,7 +94,11 @@ def make_place(directory: Path, written: Path) -> None:
 
 def not_written(directory: Path, error: Exception) -> DoesNotFit:
     """What to say of a model that could not be written, and is removed again as far as it was."""
-    remedy = f"{FILE_LIMIT} {SMALLER_FILES}" if hits_file_limit(error) else NO_ROOM
+    remedy = NO_ROOM
+    if hits_file_limit(error):
+        limit = file_limit()
+        helps = limit is None or limit > 2**30
+        remedy = f"{FILE_LIMIT} {SMALLER_FILES}" if helps else f"{FILE_LIMIT} {NOTHING_LEFT}"
     return DoesNotFit(f"cannot write the model: {error}", where=str(directory), remedy=remedy)
 
 
@@ -148,7 +152,11 @@ def _can_be_saved(config: GenerationConfig) -> bool:
 
 def export_from(path: Path, directory: Path, *, file_size: str, say: Callable[[str], None]) -> None:
     """Write the model of a run, a checkpoint or a Hugging Face directory to another one, in files of another size."""
-    opened = open_model(find_place(path), say, lambda other: f"penstock export {other} --to {directory}")
+
+    def command(other: Path) -> str:
+        return shlex.join(["penstock", "export", str(other), "--to", str(directory)])
+
+    opened = open_model(find_place(path), say, command)
     mend_generation(opened.model, say)
     trust = opened.recipe.trust_remote_code
     export(opened.model, opened.tokenizer, directory, file_size=file_size, trust_remote_code=trust)

@@ -13,6 +13,8 @@ from typing import Literal
 from penstock.errors import RecipeError
 
 RECIPE_FILE, CHECKPOINTS, MANIFEST = "recipe.yaml", "checkpoints", "manifest.json"
+NEWEST = "newest"
+"""What `--resume` without a path asks for."""
 KINDS = "a run such as runs/demo, a checkpoint such as runs/demo/checkpoints/step-00000088, or a Hugging Face directory"
 
 
@@ -45,10 +47,15 @@ def check_is_run(run: Path) -> None:
         raise RecipeError("is not the directory of a run", where=str(run), remedy=remedy)
 
 
-def resume_advice(run: Path) -> str:
-    """How a run that died goes on, or that it begins again: whether it has saved anything is seen on the disk."""
+def resume_advice(run: Path, resumed: str = "") -> str:
+    """How a run that died goes on, or that it begins again: whether it has saved anything is seen on the disk.
+
+    `resumed`: what it went on from, which may be another run's.
+    """
     if any((run / CHECKPOINTS).glob(f"step-*/{MANIFEST}")):
         return "The same command with --resume goes on from the newest checkpoint."
+    if resumed not in ("", NEWEST):
+        return f"There is no checkpoint in {run} yet: the same command goes on from {resumed} again."
     return f"There is no checkpoint in {run} yet: the same command with --resume begins again."
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from penstock.checkpoint.places import CHECKPOINTS
+from penstock.checkpoint.places import CHECKPOINTS, NEWEST
 from penstock.checkpoint.store import (
     FORMAT,
     Checkpoint,
@@ -43,9 +43,6 @@ from penstock.engine.ranks import ALONE, World
 from penstock.errors import CheckpointError, counted
 from penstock.recipe.positions import AS_IS
 from penstock.recipe.recipe import FIELDS, Recipe, to_dict
-
-NEWEST = "newest"
-"""What `--resume` without a path asks for."""
 
 FREE = {
     "name", "output_dir", "device", "recompute", "skip_limit", "eval_every", "log_every", "save_every", "keep",

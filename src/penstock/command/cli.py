@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -142,7 +143,8 @@ def train(words: list[str]) -> int:
         what = f"ask for {machines.ranks} ranks, and {started} were started"
         raise RecipeError(what, where="--gpus and --nodes", remedy="Under torchrun leave both out.")
     if machines.ranks > 1 and "RANK" not in os.environ and not args.dry_run:
-        return launch(["train", *words], machines, debug=args.debug, advice=lambda: resume_advice(args.recipe.run_dir))
+        advice = partial(resume_advice, args.recipe.run_dir, args.resume)
+        return launch(["train", *words], machines, debug=args.debug, advice=advice)
     follow_launcher()
     with importing():
         quiet_libraries(args.debug, args.log_level)

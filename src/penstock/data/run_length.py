@@ -46,7 +46,7 @@ def run_length(recipe: Recipe) -> RunLength | None:
     else:
         return _fixed(recipe)
     share = recipe.data_percent / 100 * (1 - recipe.validation)
-    rows = share * (counted.rows if recipe.packing else counted.examples)
+    rows = share * (counted.rows if recipe.packing else counted.pieces)
     steps = max(1, math.ceil(recipe.epochs * math.ceil(rows / recipe.batch_size)))  # the last of an epoch is smaller
     if recipe.max_steps and recipe.max_steps < steps:
         return _fixed(recipe, counted.attended)
@@ -69,6 +69,8 @@ class _Counted:
 
     length: int
     examples: float = 0.0
+    pieces: float = 0.0
+    """What they become: rows, where none shares one."""
     longer: float = 0.0
     """Of them, those that no row holds."""
     full: float = 0.0
@@ -86,6 +88,7 @@ class _Counted:
         if tokens > self.length:
             self.longer += times
             full, rest = divmod(tokens, self.length) if too_long == "split" else (float(too_long != "drop"), 0.0)
+        self.pieces += times * (full + (rest > 0))
         self.full += times * full
         self.rest += times * rest
         self.large += times * (rest > self.length / 2)

@@ -47,7 +47,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
     path = path.resolve()  # a link stays a link
     beside = path.with_name(f"{PROBE}{os.getpid()}-{path.name}")
     try:
-        beside.write_bytes(data)
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut may leave the new name with nothing behind it
         beside.replace(path)
     except BaseException:
         beside.unlink(missing_ok=True)

@@ -86,6 +86,7 @@ def from_config(values: dict[str, Any], where: str) -> Architecture:
     experts = int(values.get("num_experts") or values.get("num_local_experts") or 0) if sparse else 0
     inner = int(values["intermediate_size"])
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rope = {"rope_type": rope.get("type", "default"), **rope}  # as older configs spell it, or leave it out
     bias = bool(values.get("attention_bias", kind in ("qwen2", "seed_oss", "gpt_oss")))
     return Architecture(
         model_type=kind,
@@ -127,7 +128,7 @@ def check_rope(a: Architecture, recipe: Recipe) -> str:
     """Refuse a scaling that `train` refuses; what it would say of examples that fill these rows, or nothing."""
     rope = dict(a.rope)
     known, wanted = known_positions(a.max_positions, rope), recipe.max_length
-    if recipe.rope == AS_IS or not rope:  # an old config, which need not name its rotary positions
+    if recipe.rope == AS_IS:
         return ""
     if recipe.rope:
         check_scaling(recipe.rope, rope, known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -66,7 +67,7 @@ class Chat:
         opened = open_model(
             place,
             lambda text: print(text, file=sys.stderr),
-            lambda other: f"penstock generate {other}",
+            lambda other: shlex.join(["penstock", "generate", str(other)]),
             pick_device(device),
         )
         self._model, self._tokenizer, self._recipe = opened.model, opened.tokenizer, opened.recipe
