@@ -24,5 +24,5 @@ console = Console(record=True, width=96, file=open("/dev/null", "w"))
 console.print(Text.from_ansi(open(sys.argv[1], encoding="utf-8").read().rstrip()))
 console.save_svg(sys.argv[2], title="penstock train demo")
 PYTHON
-rm -rf "$run"
+rm -rf "$run" 2> /dev/null || { sleep 10; rm -rf "$run"; } # the run saves first, having lost its terminal
 cat docs/panel.txt
