@@ -177,6 +177,24 @@ def test_a_rank_says_for_whom_it_waits_and_at_last_gives_up(address, monkeypatch
     assert "--rendezvous" in caught.value.remedy
 
 
+def test_a_name_that_is_not_known_is_said(monkeypatch):
+    """Not refused at once: in a cluster it becomes known with its machine."""
+
+    def unknown(*_):
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(ranks_module.socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(ranks_module, "MEETING_SECONDS", 0.2)
+    for rank in range(2):
+        with pytest.raises(RankLost, match=r"rank 0 did not come to gpu7 \(a name that is not known here\) within"):
+            Meeting(World(rank, 2, 0, 1), ("gpu7", 29500)).open_store()
+
+
+def test_a_disk_that_is_slow_is_waited_for(ranks):
+    """Longer than connecting may take."""
+    assert ranks("slow_disk", 2) == [b"\x07" * 1000, None]
+
+
 def test_a_rank_that_failed_on_its_way_ends_the_wait_of_the_others(address, monkeypatch):
     """Here its launcher says so, since it was refused before it could meet anybody."""
     monkeypatch.setattr(lost, "LOOK_SECONDS", 0.1)

@@ -10,7 +10,7 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
-from penstock.errors import RankLost
+from penstock.errors import RankLost, RecipeError
 from penstock.machine import lost
 
 
@@ -61,6 +61,27 @@ def test_what_a_watch_tells_and_hears(address, left):
     second.end(None)
     ((rank, message),) = left
     assert (rank, "rank 0 failed: no such thing" in message) == (1, True), "the one that had ended hears nothing"
+
+
+def test_a_rank_that_waits_for_word_takes_nobody_for_silent(address, left, monkeypatch):
+    """It asks more often than it looks: what it counted as silence was over before the word came."""
+    monkeypatch.setattr(lost, "WORD_SECONDS", 2.0)
+    first, second = (lost.Watch(address, rank, 2) for rank in range(2))
+    wait_until(lambda: second._looks)
+    second.end(None)
+    with pytest.raises(RankLost, match="a connection was closed"):
+        first.end(RuntimeError("gloo: Connection closed by peer"))
+
+
+def test_ranks_of_different_runs_are_refused(address, left):
+    watches = [lost.Watch(address, *numbers) for numbers in ((0, 4), (1, 2), (0, 4))]
+    watches[0].check_numbers()
+    with pytest.raises(RecipeError, match=r"counts 2 ranks, and the first to come counts 4\n.*same --gpus and --nodes"):
+        watches[1].check_numbers()
+    with pytest.raises(RecipeError, match=r"rank 0 is there already\n.*its own --node-rank"):
+        watches[2].check_numbers()
+    for watch in watches:
+        watch.end(None)
 
 
 def test_a_rank_that_was_stopped_says_so(address, left):

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -21,10 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import dynamic_module_utils
 
+import penstock.engine.ranks
 import penstock.run.loading
 import penstock.run.train
 from penstock.checkpoint import export_ranks
 from penstock.checkpoint.fingerprint import model_fingerprint
+from penstock.checkpoint.tensors import receive_blocks, send_tensors
 from penstock.data.loader import Position, prepare
 from penstock.engine.fsdp import load_for_ranks, shard_over_ranks
 from penstock.engine.native import NativeEngine
@@ -38,7 +41,7 @@ from penstock.model.source import find_source
 from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.dtensors import all_say, extents, is_streamed, local, local_start
 from penstock.offload.placing import host_cuts, placement_for
-from penstock.offload.saved_tensors import state_tensors
+from penstock.offload.saved_tensors import SavedTensor, state_tensors
 from penstock.offload.trained import find_trained
 from penstock.plan.layout import FORMATS, cut, state_buffers, unit_buffers
 from penstock.plan.placement import deal, deal_away
@@ -295,6 +298,17 @@ def agreement():
             "cores": bind(world, DEVICE),
             "groups": dist.is_initialized(),
         }
+
+
+def slow_disk():
+    """What rank 0 has received of rank 1 after a while."""
+    world = find_world()
+    tensor = SavedTensor("t", torch.uint8, (1000,), (torch.full((1000,), 7, dtype=torch.uint8),), (0, 1000))
+    with mock.patch.object(penstock.engine.ranks, "CONNECTING", timedelta(seconds=2)), joined(world, DEVICE):
+        if world.rank:
+            return send_tensors([tensor])
+        time.sleep(4)
+        return b"".join(bytes(block) for block in receive_blocks(1, 1000))
 
 
 def cutting(shapes):

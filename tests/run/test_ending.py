@@ -26,6 +26,7 @@ def exits(monkeypatch):
         ({"RANK": "0"}, ["SIGINT", "SIGTERM", "SIGINT"], [130]),
         ({"RANK": "0"}, ["SIGTERM", "SIGTERM"], [143]),
         ({"RANK": "0", ERRORS: "notes"}, ["SIGINT", "SIGTERM"], [143]),  # ours passes each on once
+        ({"RANK": "0", ERRORS: "notes"}, ["SIGTERM", "SIGTERM", "SIGTERM"], []),  # of a launcher's threads, as they die
     ],
 )
 def test_a_second_signal_ends_at_once_unless_it_is_the_same_request(environment, numbers, exited, exits, monkeypatch):
@@ -38,3 +39,12 @@ def test_a_second_signal_ends_at_once_unless_it_is_the_same_request(environment,
             os.kill(os.getpid(), signal.Signals[name])
         assert stop.number == signal.Signals[numbers[0]]
     assert exits == exited
+
+
+def test_a_launchers_second_signal_ends_at_once(exits, monkeypatch):
+    monkeypatch.setenv(ERRORS, "notes")
+    monkeypatch.setattr(ending, "DYING_SECONDS", 0.0)
+    with ending.signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert exits == [143]

@@ -14,13 +14,23 @@ from penstock.checkpoint.resume import Saved
 from penstock.checkpoint.store import Checkpoint
 from penstock.data.loader import Position
 from penstock.engine.native import NativeEngine
-from penstock.engine.ranks import ALONE
+from penstock.engine.ranks import ALONE, World
 from penstock.errors import DataError, DoesNotFit, RecipeError
+from penstock.machine.launched import TERMINAL
 from penstock.model.load import load_model
 from penstock.recipe.presets import PRESETS
+from penstock.recipe.recipe import to_dict
 from penstock.report.console import Console
 from penstock.run import preparation
-from penstock.run.preparation import Start, check_same_data, dry_run, foresee_disk, planned, prepare_run
+from penstock.run.preparation import (
+    Start,
+    check_same_data,
+    dry_run,
+    foresee_disk,
+    planned,
+    prepare_run,
+    say_what_does_not_hold,
+)
 
 DEMO = PRESETS["demo"]
 
@@ -34,6 +44,25 @@ def test_a_run_on_a_cpu_says_its_memory_and_no_time(tmp_path, monkeypatch, capsy
     assert plan.fits
     said = capsys.readouterr().out
     assert re.match(r"planned: [\d.]+ GB host; exact fp32 state", said), "memory, and no time"
+
+
+class SecondOfTwo(World):
+    """A rank of another machine, whose first rank was told nothing but the defaults."""
+
+    def share(self, make):
+        return to_dict(DEMO)
+
+
+def test_settings_of_another_machine_that_do_not_hold_are_said(monkeypatch, tmp_path):
+    with open(tmp_path / "said", "wb") as said:
+        monkeypatch.setenv(TERMINAL, str(said.fileno()))
+        say_what_does_not_hold(DEMO, SecondOfTwo(1, 2, 0, 1))
+        say_what_does_not_hold(
+            dataclasses.replace(DEMO, lr=0.5), SecondOfTwo(2, 3, 1, 2)
+        )  # not its first
+        assert not (tmp_path / "said").read_text()
+        say_what_does_not_hold(dataclasses.replace(DEMO, lr=0.5), SecondOfTwo(1, 2, 0, 1))
+    assert f"not what was set here: lr = 0.5 (there {DEMO.lr})\n" in (tmp_path / "said").read_text()
 
 
 TINY = {

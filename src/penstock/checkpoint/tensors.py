@@ -22,6 +22,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from penstock.engine.ranks import PATIENCE
 from penstock.model.weight_files import DTYPES, read_header
 from penstock.offload.saved_tensors import SavedTensor
 
@@ -145,7 +146,7 @@ def read_file(path: Path, tensors: Mapping[str, SavedTensor], transfer: Transfer
                 num_bytes = by_rank[rank] if by_rank else tensors[name].num_bytes
                 for block in asked_blocks(rank, num_bytes, staging):
                     _fill(file.readinto, block.numpy().data)
-                    dist.send(block, rank)
+                    _send(block, rank)
                     transfer.add(len(block))
 
 
@@ -156,12 +157,29 @@ def read_file(path: Path, tensors: Mapping[str, SavedTensor], transfer: Transfer
 # all the memory it takes.
 
 
+def _send(block: Tensor, rank: int) -> None:
+    """Returns when the rank has it, which may be writing to a slow disk.
+
+    `dist.send` was rejected: it waits no longer than connections may take, whatever limit the group was given later.
+    """
+    work = dist.isend(block, rank)
+    assert work is not None, "every rank is one of the group"
+    work.wait(PATIENCE)
+
+
+def _receive(block: Tensor, rank: int) -> None:
+    """As `_send`."""
+    work = dist.irecv(block, rank)
+    assert work is not None, "every rank is one of the group"
+    work.wait(PATIENCE)
+
+
 def send_tensors(tensors: Sequence[SavedTensor]) -> None:
     """What a rank that does not write does during a save: give rank 0 its part of everything."""
     for tensor in tensors:
         for block in _blocks(tensor) if tensor.bytes_by_rank else ():
-            dist.send(torch.tensor([len(block)]), 0)
-            dist.send(block.cpu(), 0)
+            _send(torch.tensor([len(block)]), 0)
+            _send(block.cpu(), 0)
 
 
 def receive_tensors(tensors: Sequence[SavedTensor]) -> None:
@@ -170,8 +188,8 @@ def receive_tensors(tensors: Sequence[SavedTensor]) -> None:
     for tensor in tensors:
         for block in _blocks(tensor):
             landing = staging[: len(block)]
-            dist.send(torch.tensor([len(block)]), 0)
-            dist.recv(landing, 0)
+            _send(torch.tensor([len(block)]), 0)
+            _receive(landing, 0)
             block.copy_(landing)
 
 
@@ -179,7 +197,7 @@ def receive_blocks(rank: int, num_bytes: int) -> Iterator[memoryview]:
     """The next bytes from a rank that is in `send_tensors`."""
     staging = torch.empty(min(BLOCK, num_bytes), dtype=torch.uint8)
     for block in asked_blocks(rank, num_bytes, staging):
-        dist.recv(block, rank)
+        _receive(block, rank)
         yield block.numpy().data
 
 
@@ -187,7 +205,7 @@ def asked_blocks(rank: int, num_bytes: int, staging: Tensor) -> Iterator[Tensor]
     """Room for each block that the rank announces, until it has had `num_bytes`."""
     length = torch.zeros(1, dtype=torch.int64)
     while num_bytes:
-        dist.recv(length, rank)
+        _receive(length, rank)
         num_bytes -= int(length)
         assert num_bytes >= 0, f"rank {rank} announced more than it has"
         yield staging[: int(length)]

@@ -142,6 +142,7 @@ def check_gpus_can_be_shared(environment: Mapping[str, str]) -> None:
     if version >= SHARING_NCCL and environment.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return
     found = ".".join(map(str, version)) if version else "the NCCL that torch brings"
+    found += "" if version < SHARING_NCCL else " without that variable"
     raise RecipeError(
         f"ranks can share a GPU with NCCL 2.30 or later and NCCL_MULTI_RANK_GPU_ENABLE=1 only; here is {found}",
         where=f"{SHARE_GPU}=1",
@@ -259,13 +260,12 @@ class Meeting:
 
     def __init__(self, world: World, address: tuple[str, int]) -> None:
         self._world, self._address = world, address
-        self._place = f"{address[0]}:{address[1]}"
-        self._began, self._told = time.monotonic(), False
+        self._place, self._began, self._told = "", time.monotonic(), False
 
     def open_store(self) -> TCPStore:
         """The store through which ranks meet: rank 0 keeps it, unless torchrun has one (as torch's `env://`)."""
         keeps = self._world.first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        while not keeps and not self._answers():
+        while not self._is_known() or not (keeps or self._answers()):
             self._wait([0])
         try:
             store = TCPStore(
@@ -284,6 +284,16 @@ class Meeting:
         store.set_timeout(PATIENCE)
         return store
 
+    def _is_known(self) -> bool:
+        """Whether this machine knows the name. In a cluster it may, once the other one is up."""
+        try:
+            socket.getaddrinfo(*self._address)
+        except OSError:
+            self._place = f"{self._address[0]} (a name that is not known here)"
+            return False
+        self._place = f"{self._address[0]}:{self._address[1]}"
+        return True
+
     def _answers(self) -> bool:
         """Whether anyone listens. torch would wait itself, and write a page of warnings."""
         try:
@@ -294,6 +304,7 @@ class Meeting:
 
     def wait_for_all(self, watch: Watch) -> None:
         """Until every rank has come. One that failed on its way, or whose launcher says so, ends the wait."""
+        watch.check_numbers()
         watch.tell("here")
         while missing := watch.absent("here"):
             self._wait(missing)

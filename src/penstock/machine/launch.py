@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
 
-from penstock.errors import RankLost, RecipeError, tell
+from penstock.errors import RankLost, RecipeError, counted, tell
 from penstock.machine.launched import AGREED, ERRORS, GOING_ON, MET, TERMINAL, error_of, mark_of
 from penstock.machine.lost import announce, announce_for, meeting_store
 from penstock.machine.signals import handling
@@ -51,11 +51,11 @@ class Machines:
             raise RecipeError("must be at least 1", where=where, remedy="1 is the default of both.")
         if not 0 <= self.node_rank < self.nodes:
             raise RecipeError(
-                f"there are {self.nodes} machines",
+                f"there {'is' if self.nodes == 1 else 'are'} {counted(self.nodes, 'machine')}",
                 where=f"--node-rank {self.node_rank}",
-                remedy=f"They count from 0: the last is {self.nodes - 1}.",
+                remedy=f"They count from 0: the last is {self.nodes - 1}. --nodes says how many there are.",
             )
-        if self.nodes > 1 and not (host and port.isdigit() and int(port) < 2**16):
+        if self.nodes > 1 and not (host and port.isdigit() and 0 < int(port) < 2**16):
             raise RecipeError(
                 f"{self.nodes} machines must find each other",
                 where=f"--rendezvous {self.rendezvous!r}",

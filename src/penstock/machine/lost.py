@@ -20,7 +20,7 @@ from datetime import timedelta
 from threading import Event, Thread
 from typing import TYPE_CHECKING, NoReturn
 
-from penstock.errors import RankLost, tell
+from penstock.errors import RankLost, RecipeError, counted, tell
 from penstock.machine.launched import GOING_ON, leave_error
 
 if TYPE_CHECKING:
@@ -118,11 +118,11 @@ class Watch:
             if self._over.wait(LOOK_SECONDS):
                 return
 
-    def _ask(self) -> str:
+    def _ask(self, *, give_sign: bool = True) -> str:
         try:
             if not self._heard and self._store.check([KEY]):
                 self._heard = self._store.get(KEY).decode()
-            if not self._heard:
+            if not self._heard and give_sign:
                 self._give_sign()
         except RuntimeError:  # the store is in the process of the first rank
             self._heard = self._heard or GONE
@@ -159,6 +159,20 @@ class Watch:
         except RuntimeError as error:
             raise self.loss(GONE) from error
 
+    def check_numbers(self) -> None:
+        """Refuse ranks that are not of one run: they would wait for each other until they are told to stop."""
+        try:
+            size = int(self._store.compare_set(f"{KEYS}/ranks", "", str(self._size)))
+            number = self._store.add(event_key("number", self._rank), 1)
+        except RuntimeError as error:
+            raise self.loss(GONE) from error
+        what = f"rank {self._rank} is there already"
+        if size != self._size:
+            what = f"this machine counts {counted(self._size, 'rank')}, and the first to come counts {size}"
+        if size != self._size or number > 1:
+            remedy = "Start every machine with the same --gpus and --nodes, and each with its own --node-rank."
+            raise RecipeError(what, where="the ranks have not met", remedy=remedy)
+
     def absent(self, event: str) -> list[int]:
         """Ranks that have not come to `event` yet. Refused once a rank is lost, which may be one of them."""
         keys = [event_key(event, rank) for rank in range(self._size)]
@@ -188,7 +202,7 @@ class Watch:
                     announce(self._store, f"rank {self._rank} {what_happened(error)}")
             return
         deadline = time.monotonic() + WORD_SECONDS
-        while answers and not self._ask() and time.monotonic() < deadline:
+        while answers and not self._ask(give_sign=False) and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS / 10)
         raise self.loss("a connection was closed") from error
 

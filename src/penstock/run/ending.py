@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,9 @@ from penstock.machine.launched import ERRORS
 from penstock.machine.signals import handling, leave_terminal
 from penstock.recipe.recipe import Recipe
 
+DYING_SECONDS = 1.0
+"""From the first to the last of a launcher's threads to end, when it is killed."""
+
 
 class Stop:
     """The signal that asked the run to end, or 0."""
@@ -35,15 +39,20 @@ def signals() -> Iterator[Stop]:
     """SIGTERM, Ctrl-C and a lost terminal (SIGHUP) end the run after the current step; a second one ends it at once.
 
     Launchers other than ours answer a Ctrl-C, which the terminal gives to their ranks too, with a SIGTERM to each: that
-    is the same request once more.
+    is the same request once more. So are those that the kernel sends when ours dies, one for each of its threads.
     """
     stop = Stop()
-    launched = "RANK" in os.environ and ERRORS not in os.environ
+    by_ours, by_other = ERRORS in os.environ, "RANK" in os.environ and ERRORS not in os.environ
+    first = 0.0
 
     def handle(number: int, _: object) -> None:
-        if stop.number and not (launched and (stop.number, number) == (signal.SIGINT, signal.SIGTERM)):
+        nonlocal first
+        again = by_other and (stop.number, number) == (signal.SIGINT, signal.SIGTERM)
+        if by_ours and stop.number == number == signal.SIGTERM and time.monotonic() - first < DYING_SECONDS:
+            again = True
+        if stop.number and not again:
             os._exit(128 + number)
-        stop.number = stop.number or number
+        stop.number, first = stop.number or number, first or time.monotonic()
         if number == signal.SIGHUP:
             leave_terminal()
 

@@ -35,6 +35,7 @@ from penstock.errors import DataError, RecipeError, UserError, counted
 from penstock.machine.gpu_memory import limit_gpu
 from penstock.machine.hardware import COMPILED_FROM, describe, pick_compile, pick_device, pick_dtype
 from penstock.machine.launch import check_batch
+from penstock.machine.launched import say_here
 from penstock.model.flops import token_flops
 from penstock.model.load import load_config, load_tokenizer
 from penstock.model.load_rows import build_on_meta
@@ -83,6 +84,16 @@ class Start:
         return position if in_data else Position(position.epoch + 1, 0)
 
 
+def say_what_does_not_hold(recipe: Recipe, world: World) -> None:
+    """All ranks follow the first machine's recipe. What another one was told besides is said there."""
+    first = world.share(lambda: to_dict(recipe))
+    others = [
+        f"{name} = {value} (there {first[name]})" for name, value in to_dict(recipe).items() if value != first[name]
+    ]
+    if others and world.local_rank == 0:
+        say_here(f"WARNING: the first machine's settings hold, not what was set here: {', '.join(others)}")
+
+
 def prepare_run(
     recipe: Recipe,
     console: Console,
@@ -103,6 +114,7 @@ def prepare_run(
         raise RecipeError("no data is named", where="--data", remedy=remedy)
     device = world.pick(pick_device(recipe.device))
     check_one_gpu(recipe, num_ranks)
+    say_what_does_not_hold(recipe, world)
     recipe = settle(recipe, console)
     if warning := check_deepspeed(recipe, device, world, resume=resume):
         console.say(f"WARNING: {warning}")
