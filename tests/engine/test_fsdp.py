@@ -53,8 +53,17 @@ def test_ranks_train_what_one_rank_trains(ranks, count):
         assert_same(results[0][place], alone[place], config)
 
 
-def test_homes_change_no_bit_on_ranks_either(ranks):
-    configs = [{"homes": homes, "max_grad_norm": 0.5} for homes in (HOMES[0], HOMES[3])]
+@pytest.mark.parametrize(
+    ("update", "homes"),
+    [
+        ("after-norm", (HOMES[0], HOMES[3])),
+        pytest.param("after-norm", HOMES, marks=pytest.mark.slow),
+        pytest.param("in-backward", HOMES, marks=pytest.mark.slow),
+    ],
+)
+def test_homes_change_no_bit_on_ranks_either(ranks, update, homes):
+    clip = 0.5 if update == "after-norm" else 0.0
+    configs = [{"homes": each, "max_grad_norm": clip, "update": update} for each in homes]
     first, *others = ranks("train", 2, configs=configs)[0]
     for other in others:
         assert other["rows"] == first["rows"]

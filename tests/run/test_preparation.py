@@ -57,9 +57,7 @@ def test_settings_of_another_machine_that_do_not_hold_are_said(monkeypatch, tmp_
     with open(tmp_path / "said", "wb") as said:
         monkeypatch.setenv(TERMINAL, str(said.fileno()))
         say_what_does_not_hold(DEMO, SecondOfTwo(1, 2, 0, 1))
-        say_what_does_not_hold(
-            dataclasses.replace(DEMO, lr=0.5), SecondOfTwo(2, 3, 1, 2)
-        )  # not its first
+        say_what_does_not_hold(dataclasses.replace(DEMO, lr=0.5), SecondOfTwo(2, 3, 1, 2))  # not its first
         assert not (tmp_path / "said").read_text()
         say_what_does_not_hold(dataclasses.replace(DEMO, lr=0.5), SecondOfTwo(1, 2, 0, 1))
     assert f"not what was set here: lr = 0.5 (there {DEMO.lr})\n" in (tmp_path / "said").read_text()

@@ -85,6 +85,8 @@ VARIANTS = {
     "tied": {"preset": "demo", "homes": MIXED},
     "packed, in backward": {"packing": True, "max_grad_norm": 0.0, "update": "in-backward"},
     "bf16 state": {"states": "bf16", "homes": MIXED, "dtype": "bf16"},
+    "bf16, reduced in fp32": {"dtype": "bf16", "reduce_dtype": "fp32", "homes": MIXED},
+    "bf16, reduced in fp32, accumulated": {"dtype": "bf16", "reduce_dtype": "fp32", "micro_batch_size": 1},
     "accumulated": {"micro_batch_size": 1, "homes": MIXED},
     "recomputed": {"recompute": "full", "homes": "host"},
 }
@@ -92,7 +94,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_two_ranks_train_what_one_trains(name, ranks, tmp_path):
-    """To rounding: sums over ranks are in fp32."""
+    """To rounding. Sums over ranks are in fp32; those of bf16 gradients only if the variant says so."""
     changes = {"batch_size": 4, "max_steps": 3, "keep": 0, **VARIANTS[name]}
     for count in (1, 2):
         start(tmp_path / str(count), ranks, count, **changes)
