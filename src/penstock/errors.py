@@ -11,6 +11,7 @@ import errno
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system says then; any other fault of a disk is not for want of space."""
@@ -18,7 +19,8 @@ DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def tell(message: str, exit_code: int, words: Iterable[str], found: Mapping[str, object] | None = None) -> None:
     """Print an error. If `words`, a command line, ask for JSON, standard output gets an object, with what was found."""
-    print(f"penstock: {message}", file=sys.stderr)
+    with suppress(BrokenPipeError):  # nobody reads it any more; the exit code tells
+        print(f"penstock: {message}", file=sys.stderr)
     if "--json" in words:
         print(json.dumps({**(found or {}), "error": message, "exit_code": exit_code}))
 

@@ -372,15 +372,17 @@ def test_a_rank_leaves_without_taking_its_interpreter_down(joined):
     assert (result.returncode, result.stdout) == (3, "done" if joined else "donetaken down\n")
 
 
-def test_nobody_who_reads_is_no_failure():
+@pytest.mark.parametrize("word", ["--version", "typo"])
+def test_nobody_who_reads_is_no_failure(word):
     """Python would find the pipe closed when it ends, and say so with exit code 120."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "penstock", "--version"]
+    command = [sys.executable, "-m", "penstock", word]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment, check=False)
+    errors = writer if word == "typo" else subprocess.PIPE
+    result = subprocess.run(command, stdout=writer, stderr=errors, env=environment, check=False)
     os.close(writer)
-    assert (result.returncode, result.stderr) == (0, b"")
+    assert (result.returncode, result.stderr or b"") == (2 if word == "typo" else 0, b"")
 
 
 @pytest.mark.slow

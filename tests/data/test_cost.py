@@ -143,7 +143,11 @@ def test_a_long_example_makes_ranks_wait_once_and_not_for_every_row(write, recip
     assert tokens[0][0] == tokens[1][0] > 10 * tokens[0][1] == 10 * tokens[1][1]
 
 
-def test_the_mean_length_is_that_of_a_tokens_example(make):
-    loader = make()
-    lengths = loader.store.lengths[loader.packing.examples].tolist()
-    assert loader.mean_length == pytest.approx(np.mean([n for n in lengths for _ in range(n)]))
+def test_a_step_knows_how_long_a_tokens_example_is(make):
+    loader, position = make(packing=False, micro_batch_size=1), Position()
+    while position.epoch == 0:
+        tokens, _, example = loader.counts_at(position)
+        batches, position = loader.step_at(position)
+        lengths = [batch.num_tokens for batch in batches]
+        assert tokens == sum(lengths)
+        assert example == pytest.approx(np.mean([n for n in lengths for _ in range(n)]))

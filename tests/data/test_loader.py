@@ -323,4 +323,4 @@ def test_every_rank_knows_the_counts_of_the_whole_step(make):
     while position.epoch == 0:
         counts = data.train.counts_at(position)
         batches, position = data.train.step_at(position)
-        assert counts == (sum(b.num_tokens for b in batches), sum(b.num_trained for b in batches))
+        assert counts[:2] == (sum(b.num_tokens for b in batches), sum(b.num_trained for b in batches))

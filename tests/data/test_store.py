@@ -324,6 +324,13 @@ def test_what_splitting_leaves_out_is_not_said_to_be_kept_by_splitting(write, ch
     assert any("in pieces without a token to train on" in line for line in found)
 
 
+def test_what_is_split_is_looked_at_as_all_else(write, chatml):
+    path = write([{"instruction": "", "output": "x" * 300}, {"instruction": "q", "output": "y" * 300 + "<|im_end|>"}])
+    found = notes(open_it(path, chatml, max_length=60, too_long="split"))
+    assert f"1 with an empty question: {path}:1" in found
+    assert [line for line in found if f"{path}:2" in line and "special token" in line]
+
+
 def test_counts_survive_the_cache(write, plain):
     path = write([{"text": "a"}, {"text": ""}, {"text": "x" * 99}])
     built, found = open_it(path, plain, max_length=50), open_it(path, plain, max_length=50)

@@ -62,13 +62,11 @@ def test_a_window_without_kinds_of_layers_is_in_all_of_them():
 
 
 def test_both_are_of_one_gpu(llama):
-    one = count_flops(llama, example=100.0, row=4000.0, recompute="full")
-    two = count_flops(llama, example=100.0, row=4000.0, recompute="full", gpus=2)
-    assert (one.model, one.reference) == (
-        flops_per_token(llama, 100.0),
-        reference_flops_per_token(llama, 4000.0, "full"),
-    )
-    assert (two.model, two.reference) == (one.model / 2, one.reference / 2)
+    one = count_flops(llama, row=4000.0, recompute="full")
+    two = count_flops(llama, row=4000.0, recompute="full", gpus=2)
+    counted = flops_per_token(llama, 100.0), reference_flops_per_token(llama, 4000.0, "full")
+    assert (one.model(100.0), one.reference) == counted
+    assert (two.model(100.0), two.reference) == (one.model(100.0) / 2, one.reference / 2)
 
 
 def test_it_counts_no_experts():

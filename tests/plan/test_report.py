@@ -414,6 +414,19 @@ def test_a_machine_that_penstock_has_no_fp8_products_for_is_refused(gpu, capsys)
     assert "NVIDIA's GPUs from Ada and Hopper on" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        ("--gpu rtx4090", "host"),  # whose memory saved inputs of every layer would not fit
+        ("--gpu h200 --host-memory 256GiB --gpu-memory 24GB", "GPU"),
+    ],
+)
+def test_what_does_not_fit_names_the_memory_that_is_short(words, place, capsys):
+    """Inputs of fewer layers take more of the GPU: computing some again together needs those between."""
+    assert main(f"plan llama-8b {words} --batch-size 1 --max-length 131072".split()) == 3
+    assert re.search(rf"GB of {place} memory, of which [\d.]+ can be used: [\d.]+ are missing", capsys.readouterr().err)
+
+
 def test_what_does_not_fit_is_told_with_the_tables_figure(capsys):
     words = "plan llama-8b --gpu rtx4090 --max-length 196608 --batch-size 1 --host-memory 200GB"
     assert main(words.split()) == 3

@@ -120,7 +120,7 @@ def train(configs, steps=2, slow=False):
             engine = NativeEngine(model, recipe, silent, world, remainders, DEVICE)
             position, rows, streamed = Position(), [], sum(is_streamed(p) for p in model.parameters())
             for _ in range(steps):
-                tokens, trained = loader.counts_at(position)
+                tokens, trained, _ = loader.counts_at(position)
                 batches, position = loader.step_at(position, world.rank, world.size)
                 engine.begin(1e-2)
                 for number, batch in enumerate(batches, start=1):

@@ -107,11 +107,11 @@ def test_rows_come_back_and_the_files_begin_with_them(tmp_path):
 
 
 def test_a_row_has_the_rates_of_its_step(tmp_path):
-    metrics = Metrics(tmp_path, device=CPU, on_row=lambda row: None, flops=Flops(2e9, 3e9))
-    metrics.add(StepFacts(1, 1e-5, 100, 50), result(3.0, Mark()))
+    metrics = Metrics(tmp_path, device=CPU, on_row=lambda row: None, flops=Flops(2e9, 3e9, pair=1e7))
+    metrics.add(StepFacts(1, 1e-5, 100, 50), result(3.0, Mark()), example=400.0)
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert row["tokens_per_s"] == pytest.approx(100 / row["step_seconds"])
-    assert row["model_tflops"] == pytest.approx(row["tokens_per_s"] * 2e9 / 1e12)
+    assert row["model_tflops"] == pytest.approx(row["tokens_per_s"] * 6e9 / 1e12), "4e9 of them are attention's"
     assert row["reference_tflops"] == pytest.approx(row["tokens_per_s"] * 3e9 / 1e12)
 
 

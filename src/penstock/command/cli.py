@@ -50,11 +50,11 @@ def run() -> NoReturn:
     interpreter's lock, and end the process with SIGABRT (pytorch/pytorch#179291), after all of its work was done.
     """
     code = main()
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except BrokenPipeError:  # nobody reads it any more; Python would try again at its end, and fail
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except BrokenPipeError:  # nobody reads it any more; Python would try again at its end, and fail
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     ranks = sys.modules.get("penstock.engine.ranks")
     if ranks is not None and ranks.HAS_JOINED.is_set():
         sys.stderr.flush()

@@ -83,15 +83,18 @@ class Coder:
             tokens = encoding.ids
             mask, last = self._trained(example, tokens, encoding.offsets)
             if self._splits and len(tokens) > self._recipe.max_length:
-                self._split(row, tokens, mask, part)
-                continue
-            cut = self._cut(row, tokens, mask, last, part.tally)
-            if cut is not None:
-                part.add(tokens[: len(cut)], cut, self._place(row))
-                if example.spells_token:
-                    part.tally.spelled.add(self._place(row))
-                if example.unasked:
-                    part.tally.unasked.add(self._place(row))
+                kept = self._split(row, tokens, mask, part)
+                if kept and tokens[last] not in self._template.special_ids:
+                    part.tally.unended.add(self._place(row))
+            else:
+                cut = self._cut(row, tokens, mask, last, part.tally)
+                kept = cut is not None
+                if cut is not None:
+                    part.add(tokens[: len(cut)], cut, self._place(row))
+            if kept and example.spells_token:
+                part.tally.spelled.add(self._place(row))
+            if kept and example.unasked:
+                part.tally.unasked.add(self._place(row))
 
     def _trained(self, example: Example, tokens: list[int], offsets: list[tuple[int, int]]) -> tuple[bytearray, int]:
         """The mask of an example, and the index of the token that ends its last response.
@@ -145,12 +148,13 @@ class Coder:
             tally.unended.add(self._place(row))
         return mask
 
-    def _split(self, row: Row, tokens: list[int], mask: bytearray, part: _Part) -> None:
-        """A long document or conversation as several examples.
+    def _split(self, row: Row, tokens: list[int], mask: bytearray, part: _Part) -> bool:
+        """A long document or conversation as several examples. Whether there are any.
 
         Each begins with the last token of the one before, which is trained on there: so every token is, once. A piece
         without a token to train on would teach nothing, and is left out.
         """
+        kept = False
         limit = self._recipe.max_length
         part.tally.longest = max(part.tally.longest, len(tokens))
         part.tally.split.add(self._place(row))
@@ -161,6 +165,8 @@ class Coder:
                 part.tally.lost_tokens += len(cut) - (start > 0)  # the first is the last of the piece before
                 continue
             part.add(tokens[start : start + limit], cut, self._place(row))
+            kept = True
+        return kept
 
     def _place(self, row: Row) -> tuple[int, int]:
         return self._file_numbers[row.file], row.line

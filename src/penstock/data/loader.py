@@ -128,11 +128,6 @@ class Loader:
         """Tokens that an epoch trains on."""
         return int(self.store.trained[self.packing.examples].sum())
 
-    @property
-    def mean_length(self) -> float:
-        """Tokens of the example that a token is in, on average: attention stays inside it."""
-        return float(np.square(self.store.lengths[self.packing.examples]).sum() / self.num_tokens)
-
     def steps_per_epoch(self) -> int:
         """Steps in an epoch; the last may be smaller."""
         return math.ceil(self.num_rows / self._batch_size)
@@ -151,11 +146,16 @@ class Loader:
         after = position.row + len(step)
         return batches, Position(position.epoch, after) if after < self.num_rows else Position(position.epoch + 1, 0)
 
-    def counts_at(self, position: Position) -> tuple[int, int]:
-        """Tokens, and tokens that are trained on, of the whole step at a position: what all ranks have together."""
+    def counts_at(self, position: Position) -> tuple[int, int, float]:
+        """Of the whole step at a position, what all ranks have together: tokens, and tokens that are trained on.
+
+        Then tokens of the example that a token is in, on average: attention stays inside it.
+        """
         step = self._rows(position.epoch)[position.row : position.row + self._batch_size]
         examples = np.concatenate([self.packing.row(r) for r in step])
-        return int(self.store.lengths[examples].sum()), int(self.store.trained[examples].sum())
+        lengths = self.store.lengths[examples]
+        tokens = int(lengths.sum())
+        return tokens, int(self.store.trained[examples].sum()), float(np.square(lengths).sum() / tokens)
 
     def costs_from(self, position: Position, steps: int, ranks: int = 1) -> Floats:
         """FLOPs of each of so many steps from a position on, as long as they take beside each other (`step_costs`).

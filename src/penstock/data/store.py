@@ -41,7 +41,7 @@ from penstock.recipe.recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CONTENT, _VERSION = 4, 6
+_CONTENT, _VERSION = 4, 7
 """Raised when other tokens come of the same data, and when the same are written down otherwise."""
 _FIELDS = (
     "data_format", "columns", "split_documents", "template", "end_token", "train_on_prompt", "max_length", "too_long",

@@ -16,16 +16,22 @@ from penstock.data.cost import TokenFlops
 class Flops:
     """Of one token, on one GPU. Not a number where nobody counts."""
 
-    model: float = math.nan
+    products: float = math.nan
     """Forward and backward; recompute is not counted."""
     reference: float = math.nan
     """By the formula of DeepSpeedExamples' DeepSpeed-SuperOffload, which counts recompute."""
+    pair: float = 0.0
+    """Of the token and another of its example, in all layers; forward and backward."""
+
+    def model(self, example: float) -> float:
+        """Of a token in an example of so many."""
+        return self.products + self.pair * example
 
 
-def count_flops(model: PreTrainedModel, *, example: float, row: float, recompute: str, gpus: int = 1) -> Flops:
-    """Both counts, for examples and rows of so many tokens on average, of which attention sees one or the other."""
-    counted = flops_per_token(model, example), reference_flops_per_token(model, row, recompute)
-    return Flops(*(flops / gpus for flops in counted))
+def count_flops(model: PreTrainedModel, *, row: float, recompute: str, gpus: int = 1) -> Flops:
+    """For rows of so many tokens on average, over which the reference counts attention."""
+    own, reference = token_flops(model), reference_flops_per_token(model, row, recompute)
+    return Flops(own.products / gpus, reference / gpus, own.pair * own.layers / gpus)
 
 
 def flops_per_token(model: PreTrainedModel, length: float) -> float:

@@ -13,8 +13,8 @@ from penstock.recipe.recipe import inputs_every
 TILES = (16384, 8192, 4096, 2048)
 """Tokens of a tile: what a product needs to run at its rate, and less where memory asks for it. Not measured yet."""
 LONG_ROW = 65536
-"""Tokens from which on rows are computed in tiles if that leaves more of the GPU to state: a tile is a small part of
-such a row, and attention most of its time."""
+"""Tokens from which on rows of layers that are computed one by one are so in tiles if that leaves more of the GPU to
+state: a tile is a small part of such a row, and attention most of its time."""
 
 
 @dataclass(frozen=True)

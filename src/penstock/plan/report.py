@@ -153,7 +153,7 @@ def _least(job: Job, machine: Machine, free: Free, gpus: int) -> Settings:
     kept = Settings(free.states, free.micro_batch, "full", streamed, order, inputs, tile)
     if job.inputs != "auto" or gpu_shortage(job, kept, machine) <= 0:
         return kept
-    return replace(kept, inputs=job.input_choices[-1][-1])
+    return replace(kept, inputs="parked")  # and not fewer of them: the layers between are computed again together
 
 
 def check_one_gpu(recipe: Recipe, gpus: int) -> None:

@@ -139,7 +139,7 @@ class Metrics:
         self.rows: list[StepRow] = []
         self.evals: list[EvalRow] = []
         self._run_dir, self._on_row, self._on_eval, self._write = run_dir, on_row, on_eval, write
-        self._pending: list[tuple[StepFacts, StepResult]] = []
+        self._pending: list[tuple[StepFacts, StepResult, float]] = []
         self._device, self._ranks = device, ranks
         self.start_clock()
 
@@ -147,9 +147,9 @@ class Metrics:
         """The next step is timed from here, where the device has nothing left to do."""
         self._before = Instant(self._device)
 
-    def add(self, facts: StepFacts, result: StepResult) -> None:
-        """A step was enqueued."""
-        self._pending.append((facts, result))
+    def add(self, facts: StepFacts, result: StepResult, example: float = 0.0) -> None:
+        """A step was enqueued. `example`: tokens of the one that a token is in, on average."""
+        self._pending.append((facts, result, example))
         alone = self._ranks == 1
         while len(self._pending) > 1 or (alone and self._pending and self._pending[0][1].values.ready()):
             self._settle()
@@ -190,7 +190,7 @@ class Metrics:
             self._append("eval.jsonl", *self.evals)
 
     def _settle(self) -> None:
-        facts, result = self._pending.pop(0)
+        facts, result, example = self._pending.pop(0)
         loss, grad_norm, skipped = result.loss, result.grad_norm, result.skipped
         # Not from reading to reading: while the host is not ahead, two steps may be read at once.
         seconds, self._before = result.ended.since(self._before), result.ended
@@ -202,7 +202,7 @@ class Metrics:
             skipped=skipped,
             step_seconds=seconds,
             tokens_per_s=rate,
-            model_tflops=self._flops.model * rate / 1e12,
+            model_tflops=self._flops.model(example) * rate / 1e12,
             reference_tflops=self._flops.reference * rate / 1e12,
             ranks=self._ranks,
         )

@@ -64,7 +64,6 @@ def flops_of(model: PreTrainedModel, run: Run, world: World) -> Flops:
     rows = run.data.train
     return count_flops(
         model,
-        example=rows.mean_length,
         row=rows.num_tokens / rows.num_rows,
         recompute=run.recipe.recompute,
         gpus=world.size,

@@ -44,7 +44,7 @@ from penstock.model.rope import check_positions
 from penstock.plan.layout import FORMATS
 from penstock.plan.predict import Plan
 from penstock.plan.report import check_one_gpu, make_plan, short, with_recompute
-from penstock.recipe.recipe import Recipe, recompute_by_layer, to_dict
+from penstock.recipe.recipe import Recipe, inputs_every, recompute_by_layer, to_dict
 from penstock.report.console import Console
 from penstock.report.trackers import check_installed
 from penstock.run.row_length import with_length
@@ -94,6 +94,13 @@ def say_what_does_not_hold(recipe: Recipe, world: World) -> None:
         say_here(f"WARNING: the first machine's settings hold, not what was set here: {', '.join(others)}")
 
 
+def check_inputs(recipe: Recipe, num_layers: int) -> None:
+    """Refuse to save the input of every so-manieth layer where there are not so many."""
+    if inputs_every(recipe.inputs) > num_layers:
+        what, remedy = f"the model has {counted(num_layers, 'layer')}", f"Use parked:{num_layers} or a smaller number."
+        raise RecipeError(what, where=f"inputs = {recipe.inputs}", remedy=remedy)
+
+
 def prepare_run(
     recipe: Recipe,
     console: Console,
@@ -131,6 +138,7 @@ def prepare_run(
     if layers := getattr(config.get_text_config(), "num_hidden_layers", 0):
         recompute_by_layer(recipe.recompute, layers)  # says so if there are not so many, and so does the next
         num_streamed(recipe, layers)
+        check_inputs(recipe, layers)
     machine = replace(
         unmeasured_machine(device), gpus_per_host=world.local_size if world.many else ranks_here or num_ranks
     )

@@ -178,14 +178,14 @@ def run_steps(start: Start, loaded: Loaded, records: Records, stop: Stop, consol
     metrics.start_clock()
     early = metrics.out_of_patience(recipe.patience)  # a run that ended so, and is resumed, has nothing left to do
     for step in range(start.first_step, run.total_steps + 1) if not early else ():
-        tokens, trained = run.data.train.counts_at(position)
+        tokens, trained, example = run.data.train.counts_at(position)
         batches, position = run.data.train.step_at(position, world.rank, world.size)
         lr = lr_at(recipe, step, run.total_steps)
         records.recorder.step_begins(step)
         engine.begin(lr)
         for number, batch in enumerate(batches, start=1):
             engine.accumulate(batch, trained, last=number == len(batches))
-        metrics.add(StepFacts(step, lr, tokens, trained), engine.step())
+        metrics.add(StepFacts(step, lr, tokens, trained), engine.step(), example)
         # Ranks agree, or one would stop and the others wait for it. A signal that comes meanwhile is in `stop` and is
         # seen next time: writing here what they agreed on would lose it.
         asked = world.largest(stop.number)
