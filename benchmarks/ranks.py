@@ -2,9 +2,9 @@
 
     python benchmarks/ranks.py RUN...
 
-Each rank measures its own memory; the first one's is shown. Ranks that share a GPU share its speed and its link,
-which the plan does not know: layers that stream are planned with the homes that their state has in the run. A JSON
-object a run follows the table.
+Each rank measures its own memory; the first one's is shown, and in the objects, one a run, that follow the table also
+the most that one took of the GPU. Ranks that share a GPU share its speed and its link, which the plan does not know:
+layers that stream are planned with the homes that their state has in the run.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ def row(run: Path) -> dict[str, object]:
     recipe = run_recipe(run)
     plan = make_plan(recipe, limited(this_machine(remeasure=False, say=lambda _: None), recipe), ranks)
     plan = with_homes(plan, read(run, "placement"))
-    taken: dict[str, float] = {}
-    for use in read(run, "memory"):
-        taken[use["place"]] = taken.get(use["place"], 0.0) + use["num_bytes"] / 1e9
+    taken, *others = [by_place(uses) for uses in (read(run, "memory"), *read(run, "memory_of_other_ranks"))]
     busy: dict[str, float] = {}
     for span in timeline.get("spans", ()):
         busy[span["lane"]] = busy.get(span["lane"], 0.0) + span["end"] - span["start"]
@@ -47,11 +45,19 @@ def row(run: Path) -> dict[str, object]:
         "step_s": round(statistics.median(line["step_seconds"] for line in metrics), 4),
         "loss": metrics[-1]["loss"],
         "gpu_gb": round(taken.get("gpu", 0.0), 2),
+        "gpu_most_gb": round(max(one.get("gpu", 0.0) for one in (taken, *others)), 2),
         "gpu_planned_gb": round(plan.peak_bytes("gpu") / 1e9, 2),
         "host_gb": round(taken.get("host", 0.0), 2),
         "host_planned_gb": round(plan.peak_bytes("host") / 1e9, 2),
         "lanes_s": {lane: round(seconds, 4) for lane, seconds in sorted(busy.items())},
     }
+
+
+def by_place(uses: list[dict[str, object]]) -> dict[str, float]:
+    taken: dict[str, float] = {}
+    for use in uses:
+        taken[use["place"]] = taken.get(use["place"], 0.0) + use["num_bytes"] / 1e9
+    return taken
 
 
 def with_homes(plan: Plan, placement: list[dict[str, object]]) -> Plan:

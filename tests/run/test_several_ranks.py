@@ -53,6 +53,8 @@ def test_two_ranks_evaluate_answer_and_export(two):
     assert summary.answer.after, "the model of two ranks was asked"
     assert weights(run), "it was exported"
     assert json.loads((run / "ranks.json").read_text())["ranks"] == 2
+    (other,) = json.loads((run / "facts" / "memory_of_other_ranks.json").read_text())
+    assert {use["part"] for use in other} >= {"weights"}
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(two, ranks, tmp_path):

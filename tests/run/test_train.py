@@ -185,7 +185,7 @@ def flops_of_demo():
 
 
 def test_facts_that_cannot_be_written_do_not_cost_the_model(tmp_path, monkeypatch):
-    def fail(self):
+    def fail(self, memory):
         raise OSError("no facts today")
 
     monkeypatch.setattr(Recorder, "close", fail)

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from penstock.checkpoint.store import Checkpoint, begin_save, end_save, write_all
 from penstock.checkpoint.tensors import Digest
 from penstock.engine.ranks import World
@@ -51,8 +49,7 @@ def _told(world: World, act: Any) -> list[Any]:
         result = act()
     except BaseException as error:
         failure = error
-    everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, (repr(failure) if failure else "", result))
+    everyone = world.gather((repr(failure) if failure else "", result))
     if failure is not None:
         raise failure
     for rank, (message, _) in enumerate(everyone):

@@ -96,6 +96,13 @@ class World:
             raise refusal
         return shared  # type: ignore[no-any-return]
 
+    def gather(self, mine: T) -> list[T]:
+        """What every rank has, on all ranks."""
+        everyone = [mine] * self.size
+        if self.many:
+            dist.all_gather_object(everyone, mine)
+        return everyone
+
     @contextmanager
     def in_turn(self) -> Iterator[None]:
         """The first rank of each machine before its others, which then find what that one has cached."""
@@ -404,7 +411,6 @@ def _own_share(world: World, near: list[int]) -> list[int]:
     if not world.many:
         return near
     machine = world.rank - world.local_rank  # its first rank
-    everyone: list[tuple[int, list[int]]] = [(0, [])] * world.size
-    dist.all_gather_object(everyone, (machine, near))
+    everyone = world.gather((machine, near))
     here = [rank for rank, (other, _) in enumerate(everyone) if other == machine]
     return shares_of_cores([everyone[rank][1] for rank in here])[here.index(world.rank)]

@@ -102,10 +102,13 @@ class Recorder:
         elif step == self._step + 2:
             self._stop()
 
-    def close(self) -> None:
-        """The steps are over, state is still there."""
+    def close(self, memory: Sequence[Sequence[MemoryUse]]) -> None:
+        """The steps are over, state is still there: `memory` of each rank."""
         self._stop()
-        self._write("memory", [dataclasses.asdict(use) for use in self._engine.memory()])
+        first, *others = [[dataclasses.asdict(use) for use in uses] for uses in memory]
+        self._write("memory", first)
+        if others:
+            self._write("memory_of_other_ranks", others)
 
     def end(self, result: Summary) -> None:
         """The run came to its end."""
