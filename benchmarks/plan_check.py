@@ -13,6 +13,7 @@ def row_of(plan: dict, rows: list[dict]) -> dict | None:
     """The last row with the settings of the plan."""
     settings = {"model": plan["recipe"], "update": plan["update"], **plan["settings"]}
     settings |= {"batch": plan["batch_size"], "seq": plan["max_length"]}
+    rows = [{"update": row.get("schedule"), **row} for row in rows]  # what it was called before
     same = [row for row in rows if row["system"] == "penstock" and settings.items() <= row.items()]
     return same[-1] if same else None
 
