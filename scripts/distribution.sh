@@ -32,12 +32,13 @@ from penstock.update.host_threads import host_library
 assert version("penstock-train") == __version__
 assert host_library() is not None, "the C kernel was not built"
 PYTHON
-    [ "${file##*.}" = whl ] || exit 0 # the same files, as the lists below say: what runs from one runs from both
+    [ "${file##*.}" = whl ] || exit 0 # the same bytes, as the lists below say: what runs from one runs from both
     "$work/env/bin/penstock" train demo --max-steps 4 --quiet
     "$work/env/bin/penstock" report runs/demo
     "$work/env/bin/penstock" generate runs/demo "What is the capital of Italy?" > /dev/null
   )
-  "$work/env/bin/pip" show -f penstock-train | grep ' penstock/' > "$work/files.${file##*.}"
+  cat "$work"/env/lib/python*/site-packages/penstock_train-*.dist-info/RECORD | grep '^penstock/.*,sha256=' \
+    | sed 's/\.so,.*/.so/' | sort > "$work/files.${file##*.}" # with checksums, but of what was compiled
   "$work/env/bin/pip" uninstall -q -y penstock-train # what is left are its dependencies, which both have
 done
 diff "$work/files.whl" "$work/files.gz"

@@ -63,7 +63,7 @@ def test_settings_of_another_machine_that_do_not_hold_are_said(monkeypatch, tmp_
     assert f"not what was set here: lr = 0.5 (there {DEMO.lr})\n" in (tmp_path / "said").read_text()
 
 
-def test_inputs_of_every_so_manieth_layer_need_so_many():
+def test_parked_inputs_of_every_nth_layer_need_n_layers():
     with pytest.raises(RecipeError, match=r"inputs = parked:99: the model has 4 layers\n  Use parked:4"):
         prepare_run(dataclasses.replace(DEMO, order="layers", inputs="parked:99"), Console(quiet=True))
 

@@ -184,11 +184,12 @@ def flops_of_demo():
     return token_flops(load_model(DEMO, load_config(DEMO), torch.device("cpu"), lambda _: None))
 
 
-def test_facts_that_cannot_be_written_do_not_cost_the_model(tmp_path, monkeypatch):
-    def fail(self, memory):
+@pytest.mark.parametrize("part", ["close", "memory"])
+def test_facts_that_cannot_be_written_do_not_cost_the_model(part, tmp_path, monkeypatch):
+    def fail(self, *_):
         raise OSError("no facts today")
 
-    monkeypatch.setattr(Recorder, "close", fail)
+    monkeypatch.setattr(Recorder, part, fail)
     recipe = dataclasses.replace(
         DEMO, output_dir=str(tmp_path / "run"), max_steps=1, max_length=64, prompt=None, keep=0
     )

@@ -95,7 +95,7 @@ def say_what_does_not_hold(recipe: Recipe, world: World) -> None:
 
 
 def check_inputs(recipe: Recipe, num_layers: int) -> None:
-    """Refuse to save the input of every so-manieth layer where there are not so many."""
+    """Refuse `parked:N` of a model with fewer than N layers."""
     if inputs_every(recipe.inputs) > num_layers:
         what, remedy = f"the model has {counted(num_layers, 'layer')}", f"Use parked:{num_layers} or a smaller number."
         raise RecipeError(what, where=f"inputs = {recipe.inputs}", remedy=remedy)

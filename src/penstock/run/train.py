@@ -78,8 +78,8 @@ def train(
             watched = console.training(recipe.name, run.total_steps, sources, records.metrics.rows)
             with watched, memory_advice(recipe, world.size), disk_advice(recipe.run_dir):
                 run_steps(start, loaded, records, stop, console, world)
-            memory = world.gather(records.recorder.memory())
-            record(lambda: records.recorder.close(memory), console)  # the model is not written yet, and is worth more
+            # The model is not written yet, and is worth more.
+            record(lambda: records.recorder.close(world.gather(records.recorder.memory())), console)
             loaded.engine.release()
             last_step = records.metrics.rows[-1].step
             early = last_step < run.total_steps and records.metrics.out_of_patience(recipe.patience)
