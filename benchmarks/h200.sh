@@ -8,19 +8,8 @@
 # On a machine without a network, .gpu-wheels/ (made by wheels.sh elsewhere, not in the repository) brings what it lacks.
 set -u
 cd "$(dirname "$0")/.."
-: "${OUT:=out}"
-export OUT
-mkdir -p "$OUT"
-export PATH="$PWD/build/pkgs/bin:$PATH"  # DeepSpeed compiles its CPU Adam with ninja
-export PYTHONPATH=src:build/pkgs PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True HF_HUB_OFFLINE=1
-mkdir -p build
+. benchmarks/environment.sh
 [ -d .gpu-wheels ] && pip install -q --no-index --no-deps --target build/pkgs .gpu-wheels/*.whl > build/pip.log 2>&1
-build_kernel() {  # of the C files of a source tree, old or new
-  local folder
-  folder=$(dirname "$(ls "$1"/penstock/*/host_kernel.c)")
-  gcc -O3 -ffp-contract=off -fno-math-errno -shared -fPIC -o "$folder/_host_kernel$suffix" "$folder"/host_*.c -lm -lpthread
-}
-suffix=$(python3 -c 'import importlib.machinery as m; print(m.EXTENSION_SUFFIXES[0])')
 build_kernel src || exit 1
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv > "$OUT/machine.txt"
 lscpu | grep -E 'Model name|^CPU\(s\)|NUMA node' >> "$OUT/machine.txt"

@@ -1,8 +1,10 @@
 """One recipe on long rows, step by step, beside its plan: no floor, since a step takes minutes.
 
-    python benchmarks/long.py RECIPE FILE STEPS "field=value ..."
+    python benchmarks/long.py RECIPE FILE STEPS "field=value ..." [--no-trial]
 
-Adds one line of JSON to FILE: settings, seconds of every step, tokens a second, memory planned and taken.
+Adds one line of JSON to FILE: settings, seconds of every step, tokens a second, memory planned and taken. Without a trial,
+which takes some passes, the settings have to say where state lives, and the first step compiles: for comparing two
+versions step by step.
 """
 
 import dataclasses
@@ -15,14 +17,16 @@ import psutil
 import torch
 import yaml
 
+import penstock
 from penstock.bench.this_machine import this_machine
-from penstock.engine.native import NativeEngine
+from penstock.engine import native
 from penstock.engine.trial import full_batch
 from penstock.engine.weights import load_to_stream, streams
 from penstock.machine.gpu_memory import limit_gpu
 from penstock.machine.hardware import pick_compile, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model
 from penstock.plan.report import headline, make_plan, with_recompute
+from penstock.plan.split import Profile
 from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import with_values
 
@@ -31,7 +35,7 @@ def say(text):
     print(text, flush=True)
 
 
-def main(preset, file, steps, settings):
+def main(preset, file, steps, settings, without=""):
     device = pick_device("auto")
     values = {key: yaml.safe_load(value) for key, value in (pair.split("=", 1) for pair in settings.split())}
     values = {key: str(value) if key in ("tile", "weights", "inputs") else value for key, value in values.items()}
@@ -45,7 +49,9 @@ def main(preset, file, steps, settings):
     limit_gpu(device, recipe.gpu_memory)
     config = load_config(recipe)
     model = (load_to_stream if streams(recipe) else load_model)(recipe, config, device, say)
-    engine = NativeEngine(model, recipe, say, device=device)
+    if without == "--no-trial":
+        native.try_once = lambda *_, **__: Profile(0, 0)
+    engine = native.NativeEngine(model, recipe, say, device=device)
     batch = full_batch(1, recipe.max_length, config.get_text_config().vocab_size)
     torch.cuda.reset_peak_memory_stats()
     seconds, losses, norms = [], [], []
@@ -66,7 +72,7 @@ def main(preset, file, steps, settings):
     torch.cuda.synchronize()
     updates = time.perf_counter() - start  # what the next forward would hide, as far as it can
     row = {
-        "recipe": preset, "settings": values, "planned": headline(plan), "seconds": seconds, "losses": losses,
+        "recipe": preset, "settings": values, "source": str(Path(penstock.__file__).parents[1]), "planned": headline(plan), "seconds": seconds, "losses": losses,
         "norms": norms, "updates_seconds": updates,
         "tokens_per_s": recipe.max_length / min(seconds), "gpu_bytes": taken,
         "planned_gpu_bytes": plan.peak_bytes("gpu"), "planned_seconds": plan.seconds.step,

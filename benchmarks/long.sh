@@ -4,6 +4,7 @@
 #   tests     gpu tests of tiles, attention and streaming       long      llama-8b, 393,216 tokens, exact, clipped
 #   today     llama-8b, 131,072 tokens, and 8 layers of it, 262,144 tokens, not in tiles
 #   tiles     the same two in tiles
+#   compare   llama-8b, 131,072 tokens, and 4 layers of it, 262,144 tokens, as rows: the code under OLD_SRC, then ours
 #   small     llama-8b, 65,536 tokens in 24 GB                  others    gpt-oss-20b and qwen3-14b, 131,072 tokens
 #   half      16 of llama-8b's 32 layers, 524,288 tokens        plan      what is planned for each of these
 #   gradients attention's, for tensors that lie otherwise in memory; and llama-8b's, 32,768 and 131,072 tokens: how far those
@@ -14,9 +15,9 @@ set -u
 cd "$(dirname "$0")/.."
 . benchmarks/environment.sh
 
-measure() {  # NAME SECONDS STEPS RECIPE SETTINGS
+measure() {  # NAME SECONDS STEPS RECIPE SETTINGS [--no-trial]
   local name=$1 limit=$2
-  timeout "$limit" python3 benchmarks/long.py "$4" "$OUT/rows.jsonl" "$3" "batch_size=1 $5" > "$OUT/$name.log" 2>&1
+  timeout "$limit" python3 benchmarks/long.py "$4" "$OUT/rows.jsonl" "$3" "batch_size=1 $5" "${@:6}" > "$OUT/$name.log" 2>&1
   echo "$name: exit $?"
   grep -E "tokens/s|planned|activations|uncompiled|error|Error" "$OUT/$name.log" | tail -n 8 | cut -c1-220
 }
@@ -33,6 +34,13 @@ for job in "$@"; do
     tiles)
       measure tiles-131072 300 1 llama-8b "max_length=131072 inputs=parked $LONG"
       measure tiles-262144 580 1 llama-8b "max_length=262144 inputs=parked $LONG $EIGHT" ;;
+    compare)
+      build_kernel "${OLD_SRC:?where the other code is: its src}"
+      for setting in "max_length=131072" "max_length=262144 order=rows recompute=full shape=num_hidden_layers=4"; do
+        for source in "$OLD_SRC" src; do
+          PYTHONPATH=$source:build/pkgs measure "compare-$(basename "$(dirname "$PWD/$source")")-${setting:11:6}" 250 2 llama-8b "$setting homes=stream" --no-trial
+        done
+      done ;;
     long) measure long 595 1 llama-8b "max_length=393216 inputs=parked $LONG" ;;
     small) measure small 240 2 llama-8b "max_length=65536 gpu_memory=24GB weights=streamed inputs=parked $LONG" ;;
     others)
