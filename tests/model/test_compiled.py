@@ -15,6 +15,7 @@ from penstock.model.decoder import find_decoder
 from penstock.model.loss import packed_loss
 from penstock.model.matmul import set_matmul
 from penstock.model.recompute import set_recompute
+from penstock.model.row_attention import attend_rows
 from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.trained import TrainedUnit
 from penstock.recipe.recipe import recompute_by_layer
@@ -286,6 +287,34 @@ def test_without_a_compiler_layers_run_as_they_are():
     assert all(torch.equal(a, b) for a, b in zip(plain, fallback, strict=True))
     assert len(said) == 1
     assert "layers run uncompiled" in said[0]
+
+
+def test_a_compiler_that_fails_in_the_middle_of_a_layer_leaves_nothing_of_it(monkeypatch):
+    """What ran before it failed was kept for backward too, and would be more than is computed again."""
+    compile_with, seen, said = torch.compile, [], []
+
+    def fails_at_the_second(graph, inputs):
+        seen.append(graph)
+        if len(seen) == 2:
+            raise NotImplementedError("this graph")
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda function: compile_with(function, backend=fails_at_the_second))
+    model = tiny_model("qwen3_moe")
+    plain = gradients(model, on=False)
+    fallback = gradients(model, on=True, recompute="full", say=said.append)
+    assert all(torch.equal(a, b) for a, b in zip(plain, fallback, strict=True))
+    assert len(said) == 1
+    assert "this graph" in said[0]
+    assert len(seen) == 2, "and it is not tried again"
+
+
+def test_models_of_several_shapes_are_compiled_in_one_process():
+    """Whose heads are then no constants to the compiler, but the choice of a kernel wants to know them."""
+    attending = torch.compile(attend_rows, backend="eager", fullgraph=True)
+    for heads, kv_heads, size in ((4, 2, 16), (6, 3, 8), (4, 1, 32)):
+        q, k, v = (torch.randn(32, number, size) for number in (heads, kv_heads, kv_heads))
+        torch.testing.assert_close(attending(q, k, v, 16, 0.3), attend_rows(q, k, v, 16, 0.3))
 
 
 def test_layers_that_change_a_product_in_place_are_not_replayed_by_the_compiler():

@@ -23,6 +23,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
@@ -32,7 +33,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.machine.cache import cache_dir
-from penstock.model.recompute import Recomputed, keeping_narrow, keeping_products, keeping_scales
+from penstock.model.recompute import GaveUp, Recomputed, keeping_narrow, keeping_products, keeping_scales
 from penstock.recipe.recipe import Recompute
 
 Say = Callable[[str], None]
@@ -69,8 +70,11 @@ def set_compile(
     for layer, recompute in zip(layers, chosen, strict=True):
         leave_out_experts(layer)
         whole = _in_one_piece(layer)
-        layer.forward = _Compiled(layer, attempt, recompute if whole else None, forward_too=forward_too)
         left.append("none" if whole or recompute == "none" else "full")
+        replayed = left[-1] != "none"
+        layer.forward = _Compiled(
+            layer, attempt, recompute if whole else None, forward_too=forward_too, replayed=replayed
+        )
     return left
 
 
@@ -97,24 +101,40 @@ class Attempt:
 
     def call(self, compiled: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compiled, or as it is written once the compiler has failed."""
-        if not self.failed:
-            try:
-                return compiled(*args, **kwargs)
-            except torch._dynamo.exc.TorchDynamoException as error:  # not what the model itself may raise
-                first = str(error).strip().splitlines()[0]
-                self.failed = True
-                self.say(f"layers run uncompiled, which is slower: the compiler failed ({first})")
+        with suppress(GaveUp):
+            return self.call_or_give_up(compiled, plain, *args, **kwargs)
         return plain(*args, **kwargs)
+
+    def call_or_give_up(
+        self, compiled: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The same, but where the compiler fails now, whoever calls begins again: part of a layer may have run."""
+        if self.failed:
+            return plain(*args, **kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:  # not what the model itself may raise
+            first = " ".join(str(error).strip().splitlines()[:2])  # of a backend the second line says what it raised
+        self.failed = True
+        self.say(f"layers run uncompiled, which is slower: the compiler failed ({first})")
+        raise GaveUp
 
 
 class _Compiled:
     """A forward that is compiled where gradients are wanted."""
 
     def __init__(
-        self, layer: nn.Module, attempt: Attempt, recompute: Recompute | None, *, forward_too: bool = False
+        self,
+        layer: nn.Module,
+        attempt: Attempt,
+        recompute: Recompute | None,
+        *,
+        forward_too: bool = False,
+        replayed: bool = False,
     ) -> None:
-        """`recompute`: what is computed again, if the compiler sees the whole layer."""
-        self.plain, self._attempt, self._layer = layer.forward, attempt, weakref.ref(layer)
+        """`recompute`: what is computed again, if the compiler sees the whole layer. `replayed`: the caller does it."""
+        self.plain, self._layer = layer.forward, weakref.ref(layer)
+        self._attempt, self._replayed = attempt, replayed
         functools.update_wrapper(self, self.plain)  # transformers reads the signatures of forwards
         self._compiled = self._uncompiled = self.plain
         self._forward: Callable[..., Any] | None = None
@@ -137,6 +157,8 @@ class _Compiled:
             if self._forward is None or self._attempt.failed or layer is None or not layer.training:
                 return self.plain(*args, **kwargs)
             compiled = self._forward
+        elif self._replayed:
+            return self._attempt.call_or_give_up(compiled, self._uncompiled, *args, **kwargs)
         return self._attempt.call(compiled, self._uncompiled, *args, **kwargs)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.nn.attention import SDPBackend
 
 _aten = torch.ops.aten
@@ -28,7 +29,8 @@ _ASKED_TOKENS = 256  # enough for any kernel
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor:
     """Causal attention, (tokens, heads, head size) in and out; tokens are rows of `length` laid end to end."""
     q, k, v = (x.unflatten(0, (-1, length)) for x in (q, k, v))
-    if length > 1 and _is_cudnn(*q.shape[2:], *v.shape[2:], q.dtype, q.device):
+    sizes = [guard_scalar(size) for size in (*q.shape[2:], *v.shape[2:])]  # whole numbers to the compiler too
+    if length > 1 and _is_cudnn(*sizes, q.dtype, q.device):
         out: Tensor = _attend(q, k, v, scale)[0]
     else:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
