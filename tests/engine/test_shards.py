@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from rank_jobs import silent, tiny
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from penstock.engine import shards
@@ -54,4 +55,25 @@ def test_layers_leave_one_by_one(two_ranks, monkeypatch):
         shard.bring()
         flat = [p._sharded_param_data for p in layer._get_fsdp_state()._fsdp_param_group.fsdp_params]
         assert all(torch.equal(a[: b.numel()], b.view(-1)) for a, b in zip(flat, rows, strict=True))
+    streamed.close()
+
+
+def test_what_does_not_stream_is_gathered_from_where_it_is_updated(two_ranks, monkeypatch):
+    """A whole after its parts: FSDP2 looks where rows lie when the module that it wraps has moved."""
+    model, here, to = (
+        load_model(tiny(), load_config(tiny()), torch.device("cpu"), silent),
+        torch.device("cpu"),
+        torch.Tensor.to,
+    )
+    shard_over_ranks(model, two_ranks, None)
+    away = find_decoder(model).layers[1]
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, *how: t.clone() if how == (here,) else to(t, *how))  # as to a GPU
+    streamed = shards.StreamedShards(model, [away], link_of(here))
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+    read = {p._param_fqn: p._sharded_param_data for group in groups if group for p in group.fsdp_params}
+    updated = {name: local(p) for name, p in model.named_parameters()}
+    assert read.keys() == updated.keys()
+    stay = [name for name in read if not name.startswith("model.layers.1.")]
+    assert len(stay) == 12
+    assert [name for name in stay if read[name].data_ptr() != updated[name].data_ptr()] == []
     streamed.close()

@@ -83,7 +83,7 @@ class StreamedShards:
             model._get_fsdp_state()._lazy_init()  # or a first forward would, and gather from where the rows lie then
             self._shards = [self._leaving(layer) for layer in layers]
             inside = {part for layer in layers for part in layer.modules()}
-            for module in set(model.modules()) - inside:
+            for module in reversed([part for part in model.modules() if part not in inside]):  # parts before wholes
                 module._apply(lambda t: t.to(self._device), recurse=False)
         self.num_bytes = sum(shard.num_bytes for shard in self._shards)
 
