@@ -6,6 +6,8 @@ import pytest
 import torch
 from tiny import SEVEN, packed, tiny_config, tiny_model
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_compiler
 from transformers import AutoModelForCausalLM
 
 from penstock.model import attention
@@ -287,6 +289,24 @@ def test_without_a_compiler_layers_run_as_they_are():
     assert all(torch.equal(a, b) for a, b in zip(plain, fallback, strict=True))
     assert len(said) == 1
     assert "layers run uncompiled" in said[0]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_a_backward_that_cannot_be_compiled_is_found_in_forward(monkeypatch, name, recompute):
+    compile_with, said = torch.compile, []
+
+    def backward(graph, inputs):
+        raise NotImplementedError("this backward")
+
+    backend = aot_autograd(fw_compiler=make_boxed_compiler(lambda graph, inputs: graph), bw_compiler=backward)
+    monkeypatch.setattr(torch, "compile", lambda function: compile_with(function, backend=backend))
+    model = tiny_model(name)
+    plain = gradients(model, on=False)
+    fallback = gradients(model, on=True, recompute=recompute, say=said.append)
+    assert all(torch.equal(a, b) for a, b in zip(plain, fallback, strict=True))
+    assert len(said) == 1
+    assert "this backward" in said[0]
 
 
 def test_a_compiler_that_fails_in_the_middle_of_a_layer_leaves_nothing_of_it(monkeypatch):

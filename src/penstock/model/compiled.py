@@ -82,6 +82,8 @@ def prepare_compiler() -> None:
     """Settings of torch's compiler that all layers share."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir("compiled")))  # the default is emptied with /tmp
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
+    # Together with forward: while that is called, layers can still run as they are written if it fails.
+    torch._functorch.config.force_non_lazy_backward_lowering = True
     # It warns of operations in place in what is computed again; compiled code has none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
