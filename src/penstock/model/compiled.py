@@ -23,7 +23,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
@@ -33,7 +32,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.machine.cache import cache_dir
-from penstock.model.recompute import GaveUp, Recomputed, keeping_narrow, keeping_products, keeping_scales
+from penstock.model.recompute import Recomputed, keeping_narrow, keeping_products, keeping_scales
 from penstock.recipe.recipe import Recompute
 
 Say = Callable[[str], None]
@@ -51,8 +50,8 @@ def set_compile(
 ) -> list[Recompute]:
     """Compile every layer at its first forward with gradients, or undo it. Returns what is left for `set_recompute`.
 
-    A compiled layer sees to it itself; of one that the compiler does not see whole, `selected` is all. `forward_too`:
-    while the model trains, forwards without gradients are compiled as well.
+    That is nothing of layers that are compiled. `forward_too`: while the model trains, forwards without gradients are
+    compiled as well.
     """
     chosen = chosen or ["none"] * len(layers)
     for layer in layers:
@@ -66,16 +65,11 @@ def set_compile(
     if not on:
         return list(chosen)
     prepare_compiler()
-    attempt, left = Attempt(say), list[Recompute]()
+    attempt = Attempt(say)
     for layer, recompute in zip(layers, chosen, strict=True):
         leave_out_experts(layer)
-        whole = _in_one_piece(layer)
-        left.append("none" if whole or recompute == "none" else "full")
-        replayed = left[-1] != "none"
-        layer.forward = _Compiled(
-            layer, attempt, recompute if whole else None, forward_too=forward_too, replayed=replayed
-        )
-    return left
+        layer.forward = _Compiled(layer, attempt, recompute, forward_too=forward_too)
+    return ["none"] * len(layers)
 
 
 def prepare_compiler() -> None:
@@ -103,46 +97,32 @@ class Attempt:
 
     def call(self, compiled: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compiled, or as it is written once the compiler has failed."""
-        with suppress(GaveUp):
-            return self.call_or_give_up(compiled, plain, *args, **kwargs)
+        if not self.failed:
+            try:
+                return compiled(*args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as error:  # not what the model itself may raise
+                first = " ".join(str(error).strip().splitlines()[:2])  # a backend's second line says what it raised
+                self.failed = True
+                self.say(f"layers run uncompiled, which is slower: the compiler failed ({first})")
         return plain(*args, **kwargs)
-
-    def call_or_give_up(
-        self, compiled: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """The same, but where the compiler fails now, whoever calls begins again: part of a layer may have run."""
-        if self.failed:
-            return plain(*args, **kwargs)
-        try:
-            return compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:  # not what the model itself may raise
-            first = " ".join(str(error).strip().splitlines()[:2])  # of a backend the second line says what it raised
-        self.failed = True
-        self.say(f"layers run uncompiled, which is slower: the compiler failed ({first})")
-        raise GaveUp
 
 
 class _Compiled:
     """A forward that is compiled where gradients are wanted."""
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        attempt: Attempt,
-        recompute: Recompute | None,
-        *,
-        forward_too: bool = False,
-        replayed: bool = False,
-    ) -> None:
-        """`recompute`: what is computed again, if the compiler sees the whole layer. `replayed`: the caller does it."""
-        self.plain, self._layer = layer.forward, weakref.ref(layer)
-        self._attempt, self._replayed = attempt, replayed
+    def __init__(self, layer: nn.Module, attempt: Attempt, recompute: Recompute, *, forward_too: bool = False) -> None:
+        """Of a layer that the compiler does not see whole, all is computed again where anything is."""
+        self.plain, self._attempt, self._layer = layer.forward, attempt, weakref.ref(layer)
         functools.update_wrapper(self, self.plain)  # transformers reads the signatures of forwards
         self._compiled = self._uncompiled = self.plain
         self._forward: Callable[..., Any] | None = None
-        if recompute is None:
-            self._compiled = torch.compile(self.plain)
-            self._forward = self._compiled if forward_too else None
+        if not _in_one_piece(layer):
+            self._compiled = compiled = torch.compile(self.plain)
+            self._forward = compiled if forward_too else None
+            if recompute != "none":
+                # What is called again is what was called, though the compiler may have failed at a later layer.
+                self._compiled = functools.partial(checkpoint, compiled, use_reentrant=False)
+                self._uncompiled = Recomputed(self.plain, "full")
         else:
             # The layer is an argument: bound to the function, each would be one of its own, and compiled for itself.
             forward = cast(MethodType, self.plain).__func__
@@ -159,8 +139,6 @@ class _Compiled:
             if self._forward is None or self._attempt.failed or layer is None or not layer.training:
                 return self.plain(*args, **kwargs)
             compiled = self._forward
-        elif self._replayed:
-            return self._attempt.call_or_give_up(compiled, self._uncompiled, *args, **kwargs)
         return self._attempt.call(compiled, self._uncompiled, *args, **kwargs)
 
 

@@ -17,7 +17,6 @@ which adds to such a product in place, were off by up to 99 %. So storages are c
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -141,10 +140,6 @@ def _keep(layer: nn.Module) -> None:
             layer.forward = wrapped.inner
 
 
-class GaveUp(Exception):
-    """Raised by a forward in the middle of its work: called once more, it takes another way."""
-
-
 class Recomputed:
     """A forward whose activations are dropped and computed again in backward: `full` or `selected`."""
 
@@ -167,8 +162,6 @@ class Recomputed:
             self._recompute = "full"
         if self._recompute == "selected":
             return self._selected(*args, **kwargs)
-        with contextlib.suppress(GaveUp):  # what it has kept until then would be missing in what is computed again
-            return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
         return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
 
     def _selected(self, *args: Any, **kwargs: Any) -> Any:
