@@ -2,9 +2,9 @@
 
     python benchmarks/long.py RECIPE FILE STEPS "field=value ..." [--no-trial]
 
-Adds one line of JSON to FILE: settings, seconds of every step, tokens a second, memory planned and taken. Without a trial,
-which takes some passes, the settings have to say where state lives, and the first step compiles: for comparing two
-versions step by step.
+Adds one line of JSON to FILE: settings, seconds of every step, tokens a second, memory planned and taken. Without a
+trial, which takes some passes, the settings have to say where state lives, and the first step compiles: for comparing
+two versions step by step.
 """
 
 import dataclasses
@@ -72,9 +72,9 @@ def main(preset, file, steps, settings, without=""):
     torch.cuda.synchronize()
     updates = time.perf_counter() - start  # what the next forward would hide, as far as it can
     row = {
-        "recipe": preset, "settings": values, "source": str(Path(penstock.__file__).parents[1]), "planned": headline(plan), "seconds": seconds, "losses": losses,
-        "norms": norms, "updates_seconds": updates,
-        "tokens_per_s": recipe.max_length / min(seconds), "gpu_bytes": taken,
+        "recipe": preset, "settings": values, "source": str(Path(penstock.__file__).parents[1]),
+        "planned": headline(plan), "seconds": seconds, "losses": losses, "norms": norms,
+        "updates_seconds": updates, "tokens_per_s": recipe.max_length / min(seconds), "gpu_bytes": taken,
         "planned_gpu_bytes": plan.peak_bytes("gpu"), "planned_seconds": plan.seconds.step,
         "host_bytes": psutil.Process().memory_info().rss,
         "planned_host_bytes": plan.peak_bytes("host"), "torch": torch.__version__,
