@@ -58,3 +58,15 @@ def test_ranks_that_would_cut_a_block_of_int8_are_refused(ranks):
     message = ranks("updates", 2, states="int8", home="gpu", shapes=[[6, 100]])[1]
     assert "would cut a parameter of shape (6, 100)" in message
     assert "--states bf16" in message
+
+
+@pytest.mark.parametrize("how", ["together", "prefetched", "unsharded"])
+def test_weights_that_are_gathered_early_are_updated_ones(ranks, how):
+    """With a module that they were sharded with, in the forward of another one, or by hand."""
+    apart = ranks("gathered_early", 2, how="apart", homes="host")
+    assert ranks("gathered_early", 2, how=how, homes="host") == apart
+
+
+def test_weights_that_were_loaded_are_gathered_again(ranks):
+    for losses in ranks("set_after_a_forward", 2):
+        assert losses[-1] == losses[0] != losses[-2]

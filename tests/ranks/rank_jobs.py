@@ -1,7 +1,9 @@
 """What ranks do in tests: each function runs on every rank of a world that may have one."""
 
+import copy
 import dataclasses
 import gc
+import itertools
 import os
 import signal
 import time
@@ -39,7 +41,7 @@ from penstock.model.load import load_config, load_model, load_tokenizer, model_c
 from penstock.model.load_rows import _read, build_on_meta
 from penstock.model.source import find_source
 from penstock.offload.adamw import OffloadAdamW
-from penstock.offload.dtensors import all_say, extents, is_streamed, local, local_start
+from penstock.offload.dtensors import all_say, extents, gathered_groups, is_streamed, local, local_start
 from penstock.offload.placing import host_cuts, placement_for
 from penstock.offload.saved_tensors import SavedTensor, state_tensors
 from penstock.offload.trained import find_trained
@@ -47,6 +49,7 @@ from penstock.plan.layout import FORMATS, cut, state_buffers, unit_buffers
 from penstock.plan.placement import deal, deal_away
 from penstock.recipe.presets import PRESETS
 from penstock.report.console import Console
+from penstock.run.generate import answer
 from penstock.update.host_threads import HostThreads
 
 DEVICE = torch.device("cuda", 0) if os.environ.get(SHARE_GPU) == "1" else torch.device("cpu")
@@ -236,6 +239,94 @@ def _replicas(world, steps=4, dtype="float32", micro_batches=1, views=False, fir
         norms.append(float(optimizer.report.grad_norm))
     optimizer.close()
     return {"weights": [p.detach().clone() for p in model.parameters()], "norms": norms}
+
+
+def answering():
+    """The tokens that each rank answers with, all of which compute other logits."""
+    world, recipe = find_world(), tiny()
+    with joined(world, DEVICE), mock.patch.object(FSDPState, "_root_pre_forward", _as_on_a_gpu):
+        model, _ = load(world, recipe)
+        generator = torch.Generator().manual_seed(world.rank)
+
+        def disturb(module, args, output):
+            noise = torch.randn(output.logits.shape, generator=generator).to(DEVICE)
+            if float(noise[0, 0, 0]) > 0:  # the end, sooner or later, and not on all ranks at once
+                noise[..., load_tokenizer(recipe).eos_token_id] += 9
+            output.logits = output.logits + noise
+
+        model.register_forward_hook(disturb)
+        return answer(model, load_tokenizer(recipe), recipe, "What is a penstock?", max_new_tokens=12)
+
+
+class Residual(nn.Module):
+    """Layers, a norm and a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.head(self.norm(x))
+
+
+def gathered_early(how, homes):
+    """Losses of steps whose updates take long, where FSDP2 gathers weights before their module is called."""
+    fast = HostThreads.begin
+
+    def begin(*args):
+        time.sleep(0.02)
+        return fast(*args)
+
+    with joined(find_world(), DEVICE), mock.patch.object(HostThreads, "begin", begin):
+        model = Residual().to(DEVICE)
+        mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+        last = [[model.norm, model.head]] if how == "together" else [model.norm, model.head]
+        for module in [*model.layers, *last, model]:
+            fully_shard(module, mesh=mesh)
+        if how == "prefetched":
+            for one, other in itertools.pairwise(model.layers):
+                one.set_modules_to_forward_prefetch([other])
+        optimizer = OffloadAdamW(model, lr=1e-1, homes=homes)
+        x = torch.ones(2, 8, device=DEVICE) * (dist.get_rank() + 1)
+        losses = []
+        for _ in range(3):
+            if how == "unsharded":
+                model.layers[0].unshard()
+            loss = (model(x) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        optimizer.close()
+        assert not any("unshard" in vars(group) for m in model.modules() for group in gathered_groups(m)), "undone"
+        return losses
+
+
+def set_after_a_forward():
+    """Losses of a model after a step, and once that state was loaded again after others and an evaluation."""
+    with joined(find_world(), DEVICE):
+        model = Residual().to(DEVICE)
+        mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+        for module in [*model.layers, model]:  # the root keeps its weights gathered after forward
+            fully_shard(module, mesh=mesh)
+        optimizer, x, losses = OffloadAdamW(model, lr=1e-1, homes="host"), torch.ones(2, 8, device=DEVICE), []
+        for step in range(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                saved = copy.deepcopy(optimizer.state_dict())
+            with torch.no_grad():
+                losses.append(float(model(x).square().mean()))
+        optimizer.load_state_dict(saved)
+        with torch.no_grad():
+            losses.append(float(model(x).square().mean()))
+        optimizer.close()
+        return losses
 
 
 class Largest(TorchDispatchMode):

@@ -137,3 +137,9 @@ def test_data_with_fewer_rows_than_ranks(ranks, tmp_path):
         start(run, ranks, count, data=str(data), data_percent=100.0, batch_size=4, keep=0, homes=MIXED)
     for ours, theirs in zip(curve(tmp_path / "4"), curve(tmp_path / "1"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_ranks_that_compute_otherwise_give_one_answer(ranks):
+    """As GPUs of two kinds may: one that ended its answer alone would leave the others waiting."""
+    first, second, third = ranks("answering", 3)
+    assert first == second == third

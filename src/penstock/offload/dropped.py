@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from torch.utils.hooks import RemovableHandle
 
+from penstock.offload.dtensors import BeforeGather
 from penstock.offload.giving import Giver
 from penstock.offload.homes import Home
 
@@ -31,7 +32,7 @@ class _Note:
     """What was dropped; nothing, from somebody who wants to know that all before it has been given back."""
 
     homes: Sequence[Home | Giver] = ()
-    hooks: Sequence[RemovableHandle] = ()
+    hooks: Sequence[RemovableHandle | BeforeGather] = ()
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -39,7 +40,7 @@ MOST_SECONDS = 60.0
 """That a new optimizer or the end of the program waits for: where the device has failed, what was dropped never comes
 to an end."""
 _NOTES: queue.SimpleQueue[_Note] = queue.SimpleQueue()
-_HOOKS: list[RemovableHandle] = []
+_HOOKS: list[RemovableHandle | BeforeGather] = []
 _THREADS: list[threading.Thread] = []
 
 
@@ -55,7 +56,7 @@ def _give_back() -> None:
 
 
 def when_dropped(
-    optimizer: object, homes: Sequence[Home | Giver], hooks: Sequence[RemovableHandle]
+    optimizer: object, homes: Sequence[Home | Giver], hooks: Sequence[RemovableHandle | BeforeGather]
 ) -> Callable[[], object]:
     """Have these given back once nobody has the optimizer any more. What is returned calls it off.
 

@@ -9,7 +9,9 @@ Letting DTensor do the arithmetic was rejected: every operation would ask it how
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -99,6 +101,48 @@ def check_blocks(parameters: Iterable[Tensor], states: StateFormat) -> None:
                 where=f"states = {states.name!r}",
                 remedy="Use --states bf16 or fp32, or another number of ranks.",
             )
+
+
+class BeforeGather:
+    """Acts before FSDP2 gathers any weights of a group, which may be long before the modules that it wraps are called.
+
+    Weights of several modules that were sharded together come with the first of them, and those that are prefetched
+    come in the forward of another one.
+    """
+
+    def __init__(self, group: Any, act: Callable[[], None]) -> None:
+        self._group = weakref.ref(group)  # which leads to the model; what it had instead is kept there
+        gather, before = group.unshard, vars(group).get("unshard")
+
+        def unshard(async_op: bool = False) -> None:
+            act()
+            gather(async_op)
+
+        group.unshard, unshard.before = unshard, before  # type: ignore[attr-defined]
+
+    def remove(self) -> None:
+        """Act no more. Of those of one group, all are removed."""
+        if (group := self._group()) is not None:
+            before = group.unshard.before
+            del group.unshard
+            if before is not None:
+                group.unshard = before
+
+
+def gathered_groups(module: nn.Module) -> list[Any]:
+    """FSDP2's groups of weights that are gathered for a module's forward."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state = cast(Any, module._get_fsdp_state())
+    several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
+    return list(several) if several is not None else [group for group in [state._fsdp_param_group] if group]
+
+
+def gather_again(modules: Iterable[nn.Module]) -> None:
+    """Weights were written where they are sharded: what FSDP2 still holds gathered is old."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def gather_waits(module: nn.Module, mark: Mark) -> None:

@@ -20,7 +20,7 @@ from penstock.flow.timeline import Timeline
 from penstock.flow.transfers import link_of
 from penstock.offload.behaviour import Behaviour, UpdateTime, update_time
 from penstock.offload.dropped import wait_for_dropped, when_dropped
-from penstock.offload.dtensors import check_blocks, group_of, is_streamed, local
+from penstock.offload.dtensors import check_blocks, gather_again, group_of, is_streamed, local
 from penstock.offload.homes import Coefficients, Update, rows_of
 from penstock.offload.housing import Housing
 from penstock.offload.misuse import (
@@ -336,6 +336,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Loading weights into the model or into a part of it does so by itself. `synchronize` before you write.
         """
         self.synchronize()
+        gather_again(unit.module for unit in self._units)
         chosen = range(len(self._parameters)) if indices is None else indices
         self._housing.forget_remainders(chosen)
         self._housing.start_from(indices=chosen)
@@ -359,6 +360,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         elif not self._fresh:
             self._housing.clear()
         self._fresh = not saved.entries
+        gather_again(unit.module for unit in self._units)
         self._housing.start_from()
 
     def chunk_states(self) -> Iterator[tuple[nn.Parameter, list[StateView]]]:
@@ -381,6 +383,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Weights and state were written where they lie: let every home see the weights, and begin a new step."""
         self._forget_step()
         self._fresh = False
+        gather_again(unit.module for unit in self._units)
         self._housing.start_from()
 
     def close(self) -> None:

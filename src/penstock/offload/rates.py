@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 
@@ -66,13 +66,17 @@ def measure_rates(
         last.wait_on_host()
         return done
 
-    with ThreadPoolExecutor(2) as both:
-        for seconds in (0.05, SECONDS):  # first to compile the kernel and to wake everything
-            start = time.perf_counter()
-            streamed, updated = both.map(keep_busy, (stream, host), (seconds, seconds))
-            took = time.perf_counter() - start
+    homes: tuple[Home, Home] = (stream, host)
+    threads = [link.streams.thread(f"penstock-rates-{home.name}") for home in homes]
+    for seconds in (0.05, SECONDS):  # first to compile the kernel and to wake everything
+        start = time.perf_counter()
+        both = [thread.submit(keep_busy, home, seconds) for thread, home in zip(threads, homes, strict=True)]
+        streamed, updated = (busy.result() for busy in both)
+        took = time.perf_counter() - start
     start = time.perf_counter()
     alone = keep_busy(host, SECONDS / 2) / (time.perf_counter() - start)
+    for thread in threads:
+        thread.shutdown()
     stream.close()
     host.close()
     crossed = streamed * chunks[0].state_bytes + updated * gradient.nbytes  # state, and the weights of the other home

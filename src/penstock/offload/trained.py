@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from penstock.errors import RecipeError
 from penstock.flow.lanes import Mark, Streams
 from penstock.model.units import find_units
-from penstock.offload.dtensors import gather_waits, is_streamed, local, local_start
+from penstock.offload.dtensors import BeforeGather, gather_waits, gathered_groups, is_streamed, local, local_start
 from penstock.offload.giving import Given
 from penstock.plan.layout import Chunk, StateFormat
 
@@ -188,14 +188,17 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def attach(trained: Trained, streams: Streams, gradient_came: Callable[[int], None]) -> list[RemovableHandle]:
+def attach(
+    trained: Trained, streams: Streams, gradient_came: Callable[[int], None]
+) -> list[RemovableHandle | BeforeGather]:
     """Hooks: a unit's forward waits for its update, and `gradient_came` is told of every gradient, by its number.
 
     No hook of a parameter may lead to the model: torch holds it where Python does not look for cycles.
     """
-    hooks: list[RemovableHandle] = []
+    hooks: list[RemovableHandle | BeforeGather] = []
     came = weakly(gradient_came)
     for unit in trained.units:
+        hooks += [BeforeGather(group, functools.partial(unit.wait, streams)) for group in gathered_groups(unit.module)]
         wait = Hook(unit.module, functools.partial(unit.wait, streams))
         # First of the module's hooks: FSDP2 gathers the weights in one of its own, and would gather the old ones.
         hooks.append(unit.module.register_forward_pre_hook(wait, prepend=True))

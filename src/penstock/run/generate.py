@@ -10,7 +10,10 @@ from contextlib import suppress
 from typing import TextIO
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from penstock.checkpoint.export import open_model
 from penstock.checkpoint.places import Place
@@ -48,10 +51,24 @@ def answer(
             temperature=temperature or None,
             top_p=None,
             top_k=None,
+            logits_processor=LogitsProcessorList([_Together()] if isinstance(model, FSDPModule) else []),
         )
     model.train(was_training)
     reply = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return str(reply).strip()
+
+
+class _Together(LogitsProcessor):
+    """Ranks that hold a model together choose the first one's tokens.
+
+    Each would choose by what it computed itself. Where GPUs of two kinds round a near tie otherwise, one would end its
+    answer and the others wait for it without end.
+    """
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.contiguous()
+        dist.broadcast(scores, 0)
+        return scores
 
 
 class Chat:

@@ -175,23 +175,18 @@ def launch_adamw(weight: Tensor, gradient: Tensor, state: StateView, coefficient
     # What a format or a weight does not have is not read: any tensor stands for it.
     names = ("remainder", "first", "second", "first_scale", "second_scale")
     parts = [weight if (part := state.get(name)) is None else part for name in names]
-    _adamw[(triton.cdiv(n, PROGRAM),)](
-        weight, gradient, *parts, coefficients, n, state.start, state.salt,
-        PROGRAM=PROGRAM, BLOCK=BLOCK, SPLIT=weight.dtype is torch.bfloat16, FORMAT=state.format.name,
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    with torch.cuda.device_of(weight):  # Triton goes by the current device, whatever that of its tensors
+        _adamw[(triton.cdiv(n, PROGRAM),)](
+            weight, gradient, *parts, coefficients, n, state.start, state.salt,
+            PROGRAM=PROGRAM, BLOCK=BLOCK, SPLIT=weight.dtype is torch.bfloat16, FORMAT=state.format.name,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def launch_span_sums(values: Tensor, out: Tensor, rows: int, lanes: int) -> None:
     """Sum the squares of every span of `rows` times `lanes` elements on the current stream."""
     levels = lanes.bit_length() - 1
-    _span_sums[(out.numel(),)](
-        values,
-        out,
-        values.numel(),
-        ROWS=rows,
-        LANES=lanes,
-        LEVELS=levels,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    with torch.cuda.device_of(values):
+        _span_sums[(out.numel(),)](
+            values, out, values.numel(), ROWS=rows, LANES=lanes, LEVELS=levels, num_warps=4, enable_fp_fusion=False
+        )
