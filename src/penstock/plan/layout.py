@@ -178,7 +178,7 @@ class Chunk:
     """Elements of the parameter before this rank's shard, from which `start` counts. Stochastic rounding goes by the
     place in the whole parameter, so that the number of ranks does not show in it."""
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         """Bytes of its state."""
         return self.format.num_bytes(self.size, self.weight_bytes)
@@ -223,8 +223,16 @@ def cut(whole: Chunk, chunk_size: int) -> list[Chunk]:
     step = whole.format.whole_blocks(chunk_size)
     if 0 < whole.size <= step:
         return [whole]
-    same = whole.format, whole.weight_bytes, whole.offset
-    return [Chunk(whole.parameter, at, min(step, whole.size - at), *same) for at in range(0, whole.size, step)]
+    return list(_pieces(whole.parameter, whole.size, step, whole.format, whole.weight_bytes, whole.offset))
+
+
+@lru_cache(4096)
+def _pieces(
+    parameter: int, size: int, step: int, format: StateFormat, weight_bytes: int, offset: int
+) -> tuple[Chunk, ...]:
+    """A plan tries many times to deal the same ones."""
+    starts = range(0, size, step)
+    return tuple(Chunk(parameter, at, min(step, size - at), format, weight_bytes, offset) for at in starts)
 
 
 def model_buffers(
@@ -288,7 +296,8 @@ def state_buffers(
         found.append(Buffer("resident state", device, sum(chunk.state_bytes for chunk in resident)))
     if travelling:
         arena = sum(padded(chunk.state_bytes) for chunk in travelling)
-        slot = max(_slot_bytes(chunk, beside=chunk.parameter in streamed) for chunk in travelling)
+        kinds = {(chunk.size, chunk.parameter in streamed): chunk for chunk in travelling}  # thousands, of few sizes
+        slot = max(_slot_bytes(chunk, beside=beside) for (_, beside), chunk in kinds.items())
         found.append(Buffer("streamed state", "host", max(ALIGNMENT, arena)))
         found.append(Buffer("staging", device, NUM_SLOTS * slot))
     if on_host:
@@ -325,10 +334,11 @@ def parameters(a: Architecture) -> list[Parameter]:
     return [embedding, *layers, Parameter("norm", a.hidden), *head]
 
 
-def layer_parameters(a: Architecture) -> list[Parameter]:
+@lru_cache(256)
+def layer_parameters(a: Architecture) -> tuple[Parameter, ...]:
     """The tensors of one layer, in the order in which transformers registers them."""
-    norms = [Parameter("input_layernorm", a.hidden), Parameter("post_attention_layernorm", a.hidden)]
-    return [*_attention(a), *(_experts(a) if a.experts else _mlp(a)), *norms]
+    norms = Parameter("input_layernorm", a.hidden), Parameter("post_attention_layernorm", a.hidden)
+    return (*_attention(a), *(_experts(a) if a.experts else _mlp(a)), *norms)
 
 
 def _attention(a: Architecture) -> list[Parameter]:

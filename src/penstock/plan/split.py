@@ -8,7 +8,6 @@ The rules of memory are here once, for the plan, which predicts a profile, and f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -267,16 +266,17 @@ def streamed_share(model: ModelBytes, rates: Rates, hidden_seconds: float, *, in
     0.25 s behind at its end (benchmarks/results/2026-11-17-h200/streamed/six_layers.txt).
     """
     copies, hidden = (1, hidden_seconds / 2) if in_backward else (2, hidden_seconds)
-    best, least = 0.0, math.inf
-    for step in range(STEPS + 1):
+    number, weight_bytes, link, cores = (
+        model.num_params, model.weight_bytes, rates.link_bytes_per_s, rates.host_params_per_s
+    )  # fmt: skip
+    beside = model.state_bytes + copies * weight_bytes
+    cpu_seconds = number / max(rates.alone_params_per_s, cores)
+    best, least = 0.0, max(0.0, number * weight_bytes / link - hidden, cpu_seconds - hidden) - CLEARLY * cpu_seconds
+    for step in range(1, STEPS + 1):  # thousands of times in a plan
         share = step / STEPS
-        travels = share * (model.state_bytes + copies * model.weight_bytes) + model.weight_bytes
-        link_seconds = model.num_params * travels / rates.link_bytes_per_s
-        cpu_rate = rates.host_params_per_s if share else max(rates.alone_params_per_s, rates.host_params_per_s)
-        cpu_seconds = model.num_params * (1 - share) / cpu_rate
-        exposed = max(0.0, link_seconds - hidden, cpu_seconds - hidden)
-        if not share:
-            least = exposed - CLEARLY * cpu_seconds
-        elif exposed < least - 1e-9:
+        link_seconds, cpu_seconds = number * (share * beside + weight_bytes) / link, number * (1 - share) / cores
+        busy = link_seconds if link_seconds > cpu_seconds else cpu_seconds
+        exposed = busy - hidden if busy > hidden else 0.0
+        if exposed < least - 1e-9:
             best, least = share, exposed
     return best
