@@ -3,7 +3,10 @@
 import dataclasses
 import sys
 import threading
+from collections import UserDict
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +14,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from test_native import TINY, step, tiny
 
+from penstock.engine.layerwise import LayerByLayer
 from penstock.engine.native import NativeEngine
 from penstock.engine.parked import ParkedInputs
 from penstock.engine.trial import full_batch
 from penstock.engine.weights import load_to_stream, streams
-from penstock.errors import RecipeError
+from penstock.errors import ModelError, RecipeError
 from penstock.flow.unit_slots import UnitSlots
 from penstock.model.load import load_config, load_model
 from penstock.offload.stream import StreamHome
@@ -262,3 +266,12 @@ def test_frozen_parameters_stream_and_stay(frozen, device):
     base = run(recipe_of(rows=2, order="layers"), device, frozen=frozen)
     for flow in ("streamed", "stream and host"):
         assert_same(run(recipe_of(rows=2, **FLOWS[flow]), device, frozen=frozen), base)
+
+
+def test_layers_that_leave_keys_and_values_for_others_are_not_computed_one_by_one():
+    """Their gradients would be lost: what a layer reads there was made without any."""
+    engine = SimpleNamespace(_packed=SimpleNamespace(model=torch.nn.Identity()))
+    for shared, refused in ((UserDict(), True), ({}, False)):
+        calls = [SimpleNamespace(args=(), kwargs={"shared_kv_states": shared})]
+        with pytest.raises(ModelError, match="one by one") if refused else nullcontext():
+            LayerByLayer._refuse_other_gradients(engine, calls)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -218,7 +219,8 @@ class LayerByLayer:
     def _refuse_other_gradients(self, calls: list[_Call]) -> None:
         """What goes into a layer beside its input has no backward here: a weight before it would not be trained."""
         given = tree_leaves([(call.args, call.kwargs) for call in calls])
-        if any(isinstance(value, Tensor) and value.requires_grad for value in given):
+        shared = any(isinstance(value, UserDict) for value in given)  # where layers leave keys and values for others
+        if shared or any(isinstance(value, Tensor) and value.requires_grad for value in given):
             raise ModelError(
                 "its layers are given more than one tensor that is trained, so that they cannot be computed one by one",
                 where=type(self._packed.model).__name__,
