@@ -60,11 +60,8 @@ def test_layers_leave_one_by_one(two_ranks, monkeypatch):
 
 def test_what_does_not_stream_is_gathered_from_where_it_is_updated(two_ranks, monkeypatch):
     """A whole after its parts: FSDP2 looks where rows lie when the module that it wraps has moved."""
-    model, here, to = (
-        load_model(tiny(), load_config(tiny()), torch.device("cpu"), silent),
-        torch.device("cpu"),
-        torch.Tensor.to,
-    )
+    here, to = torch.device("cpu"), torch.Tensor.to
+    model = load_model(tiny(), load_config(tiny()), here, silent)
     shard_over_ranks(model, two_ranks, None)
     away = find_decoder(model).layers[1]
     monkeypatch.setattr(torch.Tensor, "to", lambda t, *how: t.clone() if how == (here,) else to(t, *how))  # as to a GPU

@@ -348,13 +348,9 @@ def test_it_takes_under_a_second_and_no_torch(name):
 
 
 def test_the_matrix_takes_a_second_or_two():
-    for _ in range(3):  # the machine may be busy
-        start = time.process_time()
-        matrix(MACHINES["gh200"])
-        seconds = time.process_time() - start
-        if seconds < 3:
-            break
-    assert seconds < 3
+    start = time.process_time()
+    matrix(MACHINES["gh200"])
+    assert time.process_time() - start < 3
 
 
 def test_the_solver_is_free_when_asked(capsys):

@@ -101,20 +101,20 @@ def _as_on_a_gpu(state, module, args, kwargs):
     return args[0], kwargs[0]
 
 
-def train(configs, steps=2, slow=False):
-    """A few steps of every config; losses, norms, evaluation and weights of each."""
+def slowly(*args, fast=HostThreads.begin):
+    """An update that takes so long that whoever does not wait for it reads old weights."""
+    time.sleep(0.02)
+    return fast(*args)
+
+
+def train(configs, steps=2, slow=0):
+    """A few steps of every config; losses, norms, evaluation and weights of each. Updates of the first `slow` take long."""
     world = find_world()
     found = []
-    if slow:  # an update takes so long that whoever does not wait for it reads old weights
-        fast = HostThreads.begin
-
-        def begin(*args):
-            time.sleep(0.02)
-            return fast(*args)
-
-        HostThreads.begin = begin
     with joined(world, DEVICE), mock.patch.object(FSDPState, "_root_pre_forward", _as_on_a_gpu):
-        for config in configs:
+        begins = HostThreads.begin
+        for place, config in enumerate(configs):
+            HostThreads.begin = slowly if place < slow else begins
             recipe = tiny(**config)
             model, remainders = load(world, recipe)
             tokenizer = load_tokenizer(recipe)
@@ -275,13 +275,7 @@ class Residual(nn.Module):
 
 def gathered_early(how, homes):
     """Losses of steps whose updates take long, where FSDP2 gathers weights before their module is called."""
-    fast = HostThreads.begin
-
-    def begin(*args):
-        time.sleep(0.02)
-        return fast(*args)
-
-    with joined(find_world(), DEVICE), mock.patch.object(HostThreads, "begin", begin):
+    with joined(find_world(), DEVICE), mock.patch.object(HostThreads, "begin", slowly):
         model = Residual().to(DEVICE)
         mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
         last = [[model.norm, model.head]] if how == "together" else [model.norm, model.head]

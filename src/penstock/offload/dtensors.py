@@ -134,7 +134,7 @@ def gathered_groups(module: nn.Module) -> list[Any]:
     if not isinstance(module, FSDPModule):
         return []
     state = cast(Any, module._get_fsdp_state())
-    several = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
+    several = getattr(state, "_fsdp_param_groups", None)  # of newer torch
     return list(several) if several is not None else [group for group in [state._fsdp_param_group] if group]
 
 
