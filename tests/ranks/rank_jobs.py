@@ -108,7 +108,7 @@ def slowly(*args, fast=HostThreads.begin):
 
 
 def train(configs, steps=2, slow=0):
-    """A few steps of every config; losses, norms, evaluation and weights of each. Updates of the first `slow` take long."""
+    """A few steps of every config; losses, norms, evaluation and weights. Updates of the first `slow` take long."""
     world = find_world()
     found = []
     with joined(world, DEVICE), mock.patch.object(FSDPState, "_root_pre_forward", _as_on_a_gpu):
