@@ -329,7 +329,7 @@ def split_layers(
     """
     away, here = float(traffic.step.streamed_params), float(traffic.step.resident_params)
     state, b = need.state_bytes, need.weight_bytes
-    exposed_with, best, least = traffic._exposed(rates), None, math.inf
+    exposed_with, landings, best, least = traffic._exposed(rates), traffic.landing_bytes, None, math.inf
     left = room.gpu_bytes - need.peak_bytes(here)
     if left < 0 or (here + away) * state - left > room.host_bytes:
         return None
@@ -343,7 +343,7 @@ def split_layers(
         if with_weights or most < here - host - 1:
             most -= staging / state
         gpu = min(here - host, most)
-        on_host = (here + away - gpu) * state + b * need.copies * host + traffic.landing_bytes
+        on_host = (here + away - gpu) * state + b * need.copies * host + landings
         if gpu < 0 or on_host > room.host_bytes:
             continue
         exposed = exposed_with(here - host - gpu, host, with_weights, in_place)

@@ -174,10 +174,13 @@ def _plans_in_tiles(
     for tried, saved, tile in itertools.product(every_rows, inputs, tiles):
         if job.tile == "auto" and tile >= tried.micro_batch * job.length:
             continue  # it saves nothing
-        every = [replace(tried, streamed=count, order=order, inputs=saved, tile=tile) for count in counts]
-        whole = 1 if every[0].streamed == 0 else 0  # without slots, so that it may take less than with the first one
-        least = bisect_left(every, True, lo=whole, key=lambda settings: gpu_shortage(job, settings, machine) <= 0)
-        for settings in (*every[:whole], *every[least:]):
+        first = replace(tried, streamed=counts[0], order=order, inputs=saved, tile=tile)
+        whole = 1 if counts[0] == 0 else 0  # without slots, so that it may take less than with the first one
+        least = bisect_left(
+            counts, True, lo=whole, key=lambda c: gpu_shortage(job, replace(first, streamed=c), machine) <= 0
+        )
+        for count in (*counts[:whole], *counts[least:]):
+            settings = replace(first, streamed=count)
             plan = predict(job, settings, machine)
             yield plan
             if plan.has_room and plan.seconds.exposed <= plan.seconds.update and plan.fits:

@@ -199,26 +199,24 @@ class Split:
 
 def best_split(need: Requirements, room: Room, rates: Rates) -> Split | None:
     """The split with the least exposed time, and of equals the one with least on the host. None if nothing fits."""
+    every, state, copied = need.num_params, need.state_bytes, need.state_bytes + need.copies * need.weight_bytes
+    most = min(every, (room.gpu_bytes - need.peak_bytes(every)) / state)
+    if most < 0 or (every - most) * state > room.host_bytes:  # as of most settings that a plan tries
+        return None
     best: Split | None = None
     for step in range(STEPS + 1):
-        candidate = _with_host_share(need, room, rates, need.num_params * step / STEPS)
-        if candidate is not None and (best is None or candidate.exposed_seconds < best.exposed_seconds - 1e-9):
-            best = candidate
-        if best is not None and best.exposed_seconds <= 0:
+        host = every * step / STEPS
+        gpu = min(every - host, (room.gpu_bytes - need.peak_bytes(host)) / state)
+        stream = every - host - gpu
+        if gpu < 0 or stream * state + host * copied > room.host_bytes:
+            continue
+        busy = max(link_bytes(need, stream, host) / rates.link_bytes_per_s, host / rates.host_params_per_s)
+        exposed = max(0.0, busy - need.hidden_seconds)
+        if best is None or exposed < best.exposed_seconds - 1e-9:
+            best = Split(gpu, stream, host, exposed)
+        if best.exposed_seconds <= 0:
             break
     return best
-
-
-def _with_host_share(need: Requirements, room: Room, rates: Rates, host: float) -> Split | None:
-    gpu = min(need.num_params - host, (room.gpu_bytes - need.peak_bytes(host)) / need.state_bytes)
-    stream = need.num_params - host - gpu
-    copied = need.state_bytes + need.copies * need.weight_bytes
-    if gpu < 0 or stream * need.state_bytes + host * copied > room.host_bytes:
-        return None
-    link_seconds = link_bytes(need, stream, host) / rates.link_bytes_per_s
-    cpu_seconds = host / rates.host_params_per_s
-    exposed = max(0.0, link_seconds - need.hidden_seconds, cpu_seconds - need.hidden_seconds)
-    return Split(gpu, stream, host, exposed)
 
 
 def link_bytes(need: Requirements, stream: float, host: float) -> float:
@@ -269,14 +267,12 @@ def streamed_share(model: ModelBytes, rates: Rates, hidden_seconds: float, *, in
     number, weight_bytes, link, cores = (
         model.num_params, model.weight_bytes, rates.link_bytes_per_s, rates.host_params_per_s
     )  # fmt: skip
+    if not number:
+        return 0.0
     beside = model.state_bytes + copies * weight_bytes
     cpu_seconds = number / max(rates.alone_params_per_s, cores)
-    best, least = 0.0, max(0.0, number * weight_bytes / link - hidden, cpu_seconds - hidden) - CLEARLY * cpu_seconds
-    for step in range(1, STEPS + 1):  # thousands of times in a plan
-        share = step / STEPS
-        link_seconds, cpu_seconds = number * (share * beside + weight_bytes) / link, number * (1 - share) / cores
-        busy = link_seconds if link_seconds > cpu_seconds else cpu_seconds
-        exposed = busy - hidden if busy > hidden else 0.0
-        if exposed < least - 1e-9:
-            best, least = share, exposed
-    return best
+    least = max(0.0, number * weight_bytes / link - hidden, cpu_seconds - hidden) - CLEARLY * cpu_seconds
+    # Until the link has as much to do as the cores, or arithmetic hides what these have left.
+    even = (1 / cores - weight_bytes / link) / (beside / link + 1 / cores)
+    share = max(0.0, min(even, 1 - hidden * cores / number))
+    return share if max(0.0, number * (1 - share) / cores - hidden) < least else 0.0
