@@ -166,6 +166,7 @@ def test_the_plans_that_a_page_shows_are_those_that_are_made(capsys):
         assert not missing, command
 
 
+@pytest.mark.slow
 def test_figures_beside_a_plan_are_those_that_the_command_prints(capsys):
     pages = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("long-rows.md", "small-gpus.md"))
     shown = re.findall(r"^penstock (plan .*?) +# (.*\d.*)$", pages, re.MULTILINE)

@@ -68,8 +68,7 @@ def link_out(path):
     "file",
     [
         "weights-00001.safetensors",
-        "run.json",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("state-00001.safetensors", "rng.json")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("run.json", "state-00001.safetensors", "rng.json")),
     ],
 )
 def test_damage_is_found_and_the_older_checkpoint_is_named(server, run, ended_run, file, damage, what):

@@ -36,6 +36,7 @@ def test_two_ranks_export_what_one_would(ranks, tmp_path, preset):
     assert not (tmp_path / "model.unchecked").exists()
 
 
+@pytest.mark.slow
 def test_two_ranks_export_code_that_comes_in_two_files(ranks, tmp_path, own_modules):
     model, directory = with_own_code(tmp_path / "own"), tmp_path / "model"
     places = {"directory": str(directory), "model": str(model), "modules": str(tmp_path / "modules")}

@@ -147,7 +147,7 @@ def test_a_kill_at_any_call_of_a_whole_run_can_be_resumed(server, whole_run, tmp
         shutil.rmtree(run)
 
 
-@pytest.mark.parametrize("nth", [1, 10, 30, -1])
+@pytest.mark.parametrize("nth", [1, *(pytest.param(nth, marks=pytest.mark.slow) for nth in (10, 30)), -1])
 def test_a_full_disk_stops_the_run_and_the_old_checkpoint_stays(server, run, whole_run, tmp_path, nth):
     if nth < 0:  # the last write of all, the manifest's
         shutil.copytree(run, tmp_path / "counted")
@@ -172,7 +172,17 @@ def test_a_full_disk_between_saves_is_said_too(server, run, whole_run):
     assert_same_end(run, whole_run)
 
 
-@pytest.mark.parametrize("file", [".penstock-", "recipe.yaml", "ranks.json", "metrics.jsonl", "facts/environment.json"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        ".penstock-",
+        "metrics.jsonl",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("recipe.yaml", "ranks.json", "facts/environment.json")
+        ),
+    ],
+)
 def test_a_disk_that_is_full_when_a_run_goes_on_costs_nothing(server, run, whole_run, file):
     nth = 2 if file == ".penstock-" else 1  # the first tries whether the directory can be written at all
     ended = resume(server, run, fault=[str(run / file), nth, NO_SPACE])

@@ -309,7 +309,7 @@ def test_a_backward_that_cannot_be_compiled_is_found_in_forward(monkeypatch, nam
     assert "this backward" in said[0]
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_compiler_that_fails_later_on_leaves_nothing_half_done(monkeypatch, number):
     """In the middle of a layer, and after layers that are then computed again compiled, as they were at first."""
     compile_with, called, said = torch.compile, [], []

@@ -181,7 +181,7 @@ def checked(config):
     check_logits(model, units)
 
 
-@pytest.mark.parametrize("recompute", ["full", "none", "selected:1"])
+@pytest.mark.parametrize("recompute", [pytest.param("full", marks=pytest.mark.slow), "none", "selected:1"])
 @pytest.mark.parametrize("name", [*SEVEN, *OTHERS])
 def test_one_training_step_lowers_the_loss(name, recompute):
     model, batch = tiny_model(name), packed()

@@ -78,6 +78,7 @@ def test_the_kernel_casts_in_tritons_interpreter():
     assert_turned(found, wanted)
 
 
+@pytest.mark.slow
 def test_only_words_change_hands_between_threads():
     """Bytes that do may be garbage on Hopper, which no test on this machine can see. This asks the compiler.
 

@@ -1,5 +1,6 @@
 """A small model with everything that is odd, and a loop that trains it."""
 
+import functools
 from dataclasses import fields
 
 import torch
@@ -73,6 +74,12 @@ def run(steps=6, dtype=torch.bfloat16, device="cpu", model=None, data=None, befo
         losses.append(float(loss.detach()))
     optimizer.synchronize()
     return model, optimizer, losses
+
+
+@functools.cache
+def plain_run(**options):
+    """The same, once for all tests of a process that compare with it and change nothing of it."""
+    return run(homes="gpu", **options)
 
 
 def assert_same(a, b):

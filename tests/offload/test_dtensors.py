@@ -30,7 +30,13 @@ def joined_parts(results):
     return {name: torch.cat([piece for part in parts for piece in part[name]]) for name in names}
 
 
-@pytest.mark.parametrize(("states", "home"), [*itertools.product(["fp32", "bf16", "int8"], ["gpu", "stream", "host"])])
+@pytest.mark.parametrize(
+    ("states", "home"),
+    [
+        pair if number % 4 == 0 else pytest.param(*pair, marks=pytest.mark.slow)
+        for number, pair in enumerate(itertools.product(["fp32", "bf16", "int8"], ["gpu", "stream", "host"]))
+    ],
+)
 def test_the_number_of_ranks_shows_in_no_bit_of_an_update(ranks, states, home):
     """Given the same gradients, unclipped: weights, remainders, moments and scales, stochastically rounded or not."""
     one, two, four = (joined_parts(ranks("updates", count, states=states, home=home)) for count in (1, 2, 4))

@@ -330,7 +330,9 @@ def test_reality_is_compared_without_the_first_steps():
     assert "planned: " in short(plan)
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize(
+    "name", [name if name in ("llama-70b", "demo") else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS]
+)
 def test_it_takes_under_a_second_and_no_torch(name):
     code = (
         "import sys, time; start = time.process_time();"
