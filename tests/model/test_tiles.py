@@ -16,7 +16,7 @@ from penstock.model.tiles import Tiled, _Sums, check_tiles, set_tiles, spans
 from penstock.model.unneeded import keep_last_products, leave_out_last_product
 
 CALLS_ONCE = [name for name in OTHERS if name not in ("gemma2", "gptj", "stablelm")]  # those have no varlen attention
-ROWS = {"packed": ((9, 1, 6), (3, 13)), "long": ((40,),), "alike": ((8, 8), (8, 8))}
+ROWS = {"packed": ((9, 1, 6), (3, 13)), "long": ((40,),), "half": ((20,),), "alike": ((8, 8), (8, 8))}
 
 
 def called_with(model, rows="packed"):
@@ -92,6 +92,21 @@ def test_compiled(name):
         set_compile([call[0]], False, pytest.fail)
         if number >= 2:
             assert not torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs_only")
+def test_what_is_compiled_serves_rows_of_any_length():
+    """Of one tile: no graph knows how many others there are. Two layers, since there are two kinds."""
+    torch._dynamo.reset()
+    for rows in ("half", "long"):
+        torch._dynamo.utils.counters.clear()
+        for call in called_with(tiny_model("gpt_oss"), rows):
+            gradient = torch.randn(call[1].shape, generator=torch.Generator().manual_seed(1))
+            assert_close(in_tiles(*call, gradient, tile=10, compiled=True), at_once(*call, gradient), error=2e-5)
+        graphs = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
+        assert (graphs > 0) == (rows == "half")
     torch._dynamo.reset()
 
 

@@ -93,7 +93,7 @@ class _Call:
 
     def at(self, tokens: slice) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The other arguments for these tokens."""
-        cut = [leaf[:, tokens] if number in self.by_token else leaf for number, leaf in enumerate(self.leaves)]
+        cut = [_some(leaf, tokens) if number in self.by_token else leaf for number, leaf in enumerate(self.leaves)]
         return cast(tuple[tuple[Any, ...], dict[str, Any]], tree_unflatten(cut, self.spec))
 
 
@@ -118,7 +118,9 @@ class Tiled:
         del projected  # or it would be there beside the result
         result = torch.empty_like(call.hidden)
         for tokens in self._tiles(call):
-            result[:, tokens] = self._parts.finish(call.hidden[:, tokens], attended[:, tokens], *call.at(tokens))
+            result[:, tokens] = self._parts.finish(
+                _some(call.hidden, tokens), _some(attended, tokens), *call.at(tokens)
+            )
         return result.view(hidden.shape)
 
     def gradient(self, grad: Tensor, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -134,7 +136,7 @@ class Tiled:
             attended = _attended(self._asked(call), projected, call.segments)
         grad_attended = torch.empty_like(attended)
         for tokens in self._tiles(call):
-            x, y = (t.detach()[:, tokens].requires_grad_() for t in (call.hidden, attended))
+            x, y = (_some(t.detach(), tokens).requires_grad_() for t in (call.hidden, attended))
             with torch.enable_grad():
                 result = self._parts.finish(x, y, *call.at(tokens))
             grad[:, tokens], grad_attended[:, tokens] = sums.add([result], [x, y], [grad[:, tokens]])
@@ -142,7 +144,7 @@ class Tiled:
         gradients = sums.add([attended], projected, [grad_attended])
         del attended, grad_attended, projected
         for tokens in self._tiles(call):
-            x = call.hidden[:, tokens].detach().requires_grad_()
+            x = _some(call.hidden, tokens).detach().requires_grad_()
             with torch.enable_grad():
                 parts = self._parts.project(x, *call.at(tokens))
             (found,) = sums.add(parts, [x], [g[:, :, tokens] for g in gradients])
@@ -164,13 +166,21 @@ class Tiled:
         """Queries, keys and values of all tokens: (1, heads, tokens, head size), each token's in one piece."""
         whole: list[Tensor] = []
         for tokens in self._tiles(call):
-            parts = self._parts.project(call.hidden[:, tokens], *call.at(tokens))
+            parts = self._parts.project(_some(call.hidden, tokens), *call.at(tokens))
             if not whole:
                 total = call.hidden.shape[1]
                 whole = [x.new_empty(total, x.shape[1], x.shape[3]).transpose(0, 1).unsqueeze(0) for x in parts]
             for x, part in zip(whole, parts, strict=True):
                 x[:, :, tokens] = part
         return whole
+
+
+def _some(x: Tensor, tokens: slice) -> Tensor:
+    """Of (1, tokens, ...) these tokens, as a tensor that shows nothing of how many there are.
+
+    A plain slice would in the stride of its first dimension, and for that the compiler makes every graph again.
+    """
+    return x[0, tokens].unsqueeze(0)
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...]]:
