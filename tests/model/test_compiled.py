@@ -83,7 +83,7 @@ def test_layers_share_one_compilation_and_no_step_needs_another():
     assert not torch._dynamo.utils.counters["frames"].get("total", 0)
 
 
-def plain_and_compiled(model, device="cpu", compiled=True, recompute="none"):
+def plain_and_compiled(model, device="cpu", compiled=True, recompute="none", say=pytest.fail):
     """Loss and gradients of two rows of one segment each: without loops over segments, the compiler sees all of it."""
     units = find_decoder(model)
     use_attention(model, "auto")
@@ -92,7 +92,7 @@ def plain_and_compiled(model, device="cpu", compiled=True, recompute="none"):
     segments = Segments.of((0, 16, 32), torch.device(device))
     found = []
     for on in (False, True) if compiled else (False,):
-        set_compile(units.layers, on, pytest.fail, recompute_by_layer(recompute, len(units.layers)))
+        set_compile(units.layers, on, say, recompute_by_layer(recompute, len(units.layers)))
         torch._dynamo.utils.counters.clear()
         model.zero_grad()
         loss = packed_loss(units, ids, positions, segments, torch.arange(31, device=device), ids.flatten()[1:])
@@ -110,6 +110,30 @@ def test_layers_that_keep_products_share_one_compilation(monkeypatch, recompute,
     for plain, compiled in zip(*plain_and_compiled(model, recompute=recompute), strict=True):
         assert (plain - compiled).norm() <= 1e-4 * plain.norm()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs_only")
+@pytest.mark.parametrize("recompute", ["none", "selected", "full"])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_one_layer_that_the_compiler_does_not_see_whole_is_compiled_in_pieces_alone(monkeypatch, recompute, broken):
+    """Else all of one kind would run as they are written, and nobody would hear of it."""
+    monkeypatch.setattr("penstock.model.compiled._in_one_piece", lambda layer: True)
+    model, said = tiny_model("llama", num_hidden_layers=3), []
+    mlp = find_decoder(model).layers[broken].mlp
+    inner = mlp.forward
+
+    def in_two_pieces(x):
+        torch._dynamo.graph_break()
+        return inner(x)
+
+    mlp.forward = in_two_pieces
+    for plain, compiled in zip(*plain_and_compiled(model, recompute=recompute, say=said.append), strict=True):
+        assert (plain - compiled).norm() <= 1e-4 * plain.norm()
+    assert len(said) == 1
+    assert "a layer is compiled in pieces" in said[0]
+    whole, pieces = 1, 3
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == whole + pieces
 
 
 @pytest.mark.slow
@@ -300,7 +324,7 @@ def test_a_backward_that_cannot_be_compiled_is_found_in_forward(monkeypatch, nam
         raise NotImplementedError("this backward")
 
     backend = aot_autograd(fw_compiler=make_boxed_compiler(lambda graph, inputs: graph), bw_compiler=backward)
-    monkeypatch.setattr(torch, "compile", lambda function: compile_with(function, backend=backend))
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compile_with(function, backend=backend, **how))
     model = tiny_model(name)
     plain = gradients(model, on=False)
     fallback = gradients(model, on=True, recompute=recompute, say=said.append)
@@ -325,7 +349,7 @@ def test_a_compiler_that_fails_later_on_leaves_nothing_half_done(monkeypatch, nu
     )
     model = tiny_model("gpt_oss")  # whose second layer is of another kind
     plain = gradients(model, on=False)
-    monkeypatch.setattr(torch, "compile", lambda function: compile_with(function, backend=backend))
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compile_with(function, backend=backend, **how))
     for place, layer in enumerate(find_decoder(model).layers):
         layer.register_forward_pre_hook(lambda *_, place=place: called.append(place))
     fallback = gradients(model, on=True, recompute="full", say=said.append)

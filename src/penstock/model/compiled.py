@@ -76,7 +76,8 @@ def prepare_compiler() -> None:
     """Settings of torch's compiler that all layers share."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir("compiled")))  # the default is emptied with /tmp
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
-    # Together with forward: while that is called, layers can still run as they are written if it fails.
+    # Together with forward: while that is called, layers can still run as they are written if it fails. Besides, torch
+    # 2.13 has these settings for each thread, and autograd's, which would compile it, has its own.
     torch._functorch.config.force_non_lazy_backward_lowering = True
     # It warns of operations in place in what is computed again; compiled code has none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
@@ -90,10 +91,11 @@ def leave_out_experts(layer: nn.Module) -> None:
 
 @dataclass
 class Attempt:
-    """What all layers know of the compiler: whether it failed."""
+    """What all layers know of the compiler: whether it failed, or did not see one of them whole."""
 
     say: Say
     failed: bool = False
+    took_apart: bool = False
 
     def call(self, compiled: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compiled, or as it is written once the compiler has failed."""
@@ -101,36 +103,66 @@ class Attempt:
             try:
                 return compiled(*args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException as error:  # not what the model itself may raise
-                first = " ".join(str(error).strip().splitlines()[:2])  # a backend's second line says what it raised
                 self.failed = True
-                self.say(f"layers run uncompiled, which is slower: the compiler failed ({first})")
+                self.say(f"layers run uncompiled, which is slower: the compiler failed ({_first_lines(error)})")
         return plain(*args, **kwargs)
+
+    def take_apart(self, error: Exception) -> None:
+        """Say it of the first layer that the compiler does not see whole."""
+        if not self.took_apart:
+            self.took_apart = True
+            self.say(
+                "a layer is compiled in pieces, which is slower and keeps more for backward: the compiler does not see "
+                f"it whole ({_first_lines(error)})"
+            )
+
+
+def _first_lines(error: Exception) -> str:
+    return " ".join(str(error).strip().splitlines()[:2])  # a backend's second line says what it raised
 
 
 class _Compiled:
     """A forward that is compiled where gradients are wanted."""
 
     def __init__(self, layer: nn.Module, attempt: Attempt, recompute: Recompute, *, forward_too: bool = False) -> None:
-        """Of a layer that the compiler does not see whole, all is computed again where anything is."""
         self.plain, self._attempt, self._layer = layer.forward, attempt, weakref.ref(layer)
         functools.update_wrapper(self, self.plain)  # transformers reads the signatures of forwards
+        self._recompute, self._forward_too = recompute, forward_too
         self._compiled = self._uncompiled = self.plain
         self._forward: Callable[..., Any] | None = None
-        if not _in_one_piece(layer):
-            self._compiled = compiled = torch.compile(self.plain)
-            self._forward = compiled if forward_too else None
-            if recompute != "none":
-                # What is called again is what was called, though the compiler may have failed at a later layer.
-                self._compiled = functools.partial(checkpoint, compiled, use_reentrant=False)
-                self._uncompiled = Recomputed(self.plain, "full")
+        if _in_one_piece(layer):
+            self._compile_whole(layer)
         else:
-            # The layer is an argument: bound to the function, each would be one of its own, and compiled for itself.
-            forward = cast(MethodType, self.plain).__func__
-            self._compiled = functools.partial(torch.compile(_recomputed), recompute, forward, layer)
-            if forward_too:
-                self._forward = functools.partial(torch.compile(_forward), forward, layer)
-            if recompute != "none":
-                self._uncompiled = Recomputed(self.plain, recompute)
+            self._compile_pieces()
+
+    def _compile_whole(self, layer: nn.Module) -> None:
+        # The layer is an argument: bound to the function, each would be one of its own, and compiled for itself.
+        # Unless the compiler has to see all of it, one layer that it does not would leave all of them uncompiled.
+        forward = cast(MethodType, self.plain).__func__
+        recomputed = functools.partial(torch.compile(_recomputed, fullgraph=True), self._recompute, forward, layer)
+        self._compiled = functools.partial(self._seen_whole, recomputed)
+        if self._forward_too:
+            alone = functools.partial(torch.compile(_forward, fullgraph=True), forward, layer)
+            self._forward = functools.partial(self._seen_whole, alone)
+        if self._recompute != "none":
+            self._uncompiled = Recomputed(self.plain, self._recompute)
+
+    def _compile_pieces(self) -> None:
+        """What the compiler sees of it. All is computed again then where anything is."""
+        self._compiled = compiled = torch.compile(self.plain)
+        self._forward = compiled if self._forward_too else None
+        if self._recompute != "none":
+            # What is called again is what was called, though the compiler may have failed at a later layer.
+            self._compiled = functools.partial(checkpoint, compiled, use_reentrant=False)
+            self._uncompiled = Recomputed(self.plain, "full")
+
+    def _seen_whole(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+            self._attempt.take_apart(error)
+        self._compile_pieces()
+        return self(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiled = self._compiled
