@@ -11,7 +11,8 @@ from tokenizers import AddedToken
 from penstock.data import coding, encoding
 from penstock.data.encoding import write_examples
 from penstock.data.files import Row
-from penstock.data.source import Source, open_source
+from penstock.data.rows import Source
+from penstock.data.source import open_source
 from penstock.data.store import notes, open_store
 from penstock.errors import DataError, ModelError
 from penstock.recipe.recipe import Recipe

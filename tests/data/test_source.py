@@ -85,7 +85,7 @@ def test_missing_file_suggests_its_neighbours(write, tmp_path):
 @pytest.mark.parametrize("name", ["my.jsonl", "./alpaca", "a/b/c", "data/my.csv", "my.txt", "../x", "no such thing"])
 def test_a_name_that_is_no_hub_name_never_asks_the_hub(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(source, "_open_hub", lambda *_: pytest.fail("asked the Hub"))
+    monkeypatch.setattr(source, "open_hub", lambda *_: pytest.fail("asked the Hub"))
     assert error(name).what == "no such file or directory"
 
 

@@ -1,6 +1,6 @@
 """From files to micro-batches: source, turns, template, encoding, store, packing, loader, preview, in that order.
 
-    source    names, files and the Hub      -> pieces of rows with file:line   (files.py, folders.py, hub.py)
+    source    names, files and the Hub      -> pieces of rows with file:line   (names.py, files.py, folders.py, hub.py)
     forms     the keys of a row             -> used, refused, or listed
     turns     rows of any known form        -> turns                           (messages.py reads one message)
     template  turns                         -> text with its trained spans     (chat.py, tool_chat.py, render.py)

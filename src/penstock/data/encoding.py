@@ -24,8 +24,7 @@ from penstock.data.coding import Encoded
 from penstock.data.counts import Counts, Tally
 from penstock.data.facts import facts_of
 from penstock.data.forms import Format, check_targets, detect_format, rename
-from penstock.data.rows import Parsed, Piece
-from penstock.data.source import Source
+from penstock.data.rows import Parsed, Piece, Source
 from penstock.data.workers import Job, Task, encode_here, encode_in
 from penstock.errors import ModelError
 from penstock.recipe.lists import parse_columns

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from penstock.data.rows import Piece, Row, Table
-from penstock.data.source import LOCAL, Source, near
+from penstock.data.names import LOCAL, near
+from penstock.data.rows import Piece, Row, Source, Table
 from penstock.errors import DataError
 
 _PIECE_ROWS = 1000

@@ -1,4 +1,4 @@
-"""A row, and the pieces in which rows come from a file.
+"""A row, the pieces in which rows come from a file, and a source of them.
 
 A piece is what one process renders and tokenizes at a time, and what travels to it: raw lines and Arrow batches, which
 are parsed there, rather than parsed rows, which take longer to send than to make.
@@ -7,7 +7,7 @@ are parsed there, rather than parsed rows, which take longer to send than to mak
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -157,3 +157,19 @@ def bad_json(error: Exception, name: str, line: int, column: int | None = None, 
         at = f" at column {column}" if column else ""
         return DataError(f"malformed JSON: {error.msg.removesuffix(' at')}{at}", where=f"{name}:{line}", remedy=remedy)
     return DataError(str(error), where=f"{name}:{line}", remedy=remedy)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows that can be read any number of times, and the fingerprint of what they will be."""
+
+    name: str
+    files: tuple[str, ...]
+    fingerprint: str
+    read: Callable[[], Iterator[Row]]
+    pieces: Callable[[], Iterator[Piece]] | None = None
+    """The same rows in pieces that another process can be given, if they come from files."""
+    num_bytes: int = 0
+    """How much there is to read, about."""
+    parts: tuple[Source, ...] = ()
+    """What it is made of, if it was named as several."""

@@ -7,10 +7,8 @@ and do not change when it matters (a file restored with its old date).
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.resources
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,29 +17,13 @@ import xxhash
 
 from penstock.data.files import KINDS, file_kind, file_pieces
 from penstock.data.folders import open_folder
-from penstock.data.rows import Piece, Row
+from penstock.data.hub import open_hub
+from penstock.data.names import LOCAL, looks_like_hub, near
+from penstock.data.rows import Piece, Row, Source
 from penstock.errors import DataError
 from penstock.recipe.lists import Part, parse_parts
 
-_HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(?::[\w.-]+)?")
 _LARGE_BYTES = 2 << 30
-LOCAL = "a JSON, JSONL, CSV or Parquet file (or TSV, text, .gz, .zst), a directory of them, or `demo`"
-
-
-@dataclass(frozen=True)
-class Source:
-    """Rows that can be read any number of times, and the fingerprint of what they will be."""
-
-    name: str
-    files: tuple[str, ...]
-    fingerprint: str
-    read: Callable[[], Iterator[Row]]
-    pieces: Callable[[], Iterator[Piece]] | None = None
-    """The same rows in pieces that another process can be given, if they come from files."""
-    num_bytes: int = 0
-    """How much there is to read, about."""
-    parts: tuple[Source, ...] = ()
-    """What it is made of, if it was named as several."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +63,10 @@ def _open_one(name: str, split: str, say: Callable[[str], None], reading: Readin
     if path.exists():
         what, remedy = "is not a file on a disk, and is read more than once", "Write its content to a file first."
         raise DataError(what, where=name, remedy=remedy)
-    if _looks_like_hub(name):
-        return _open_hub(name, split, say, reading.stream)
+    if looks_like_hub(name):
+        return open_hub(name, split, say, reading.stream)
     remedy = f"{near(name)}--data takes {LOCAL}, or a Hub name."
     raise DataError("no such file or directory", where=name, remedy=remedy)
-
-
-def _open_hub(name: str, split: str, say: Callable[[str], None], stream: bool) -> Source:
-    from penstock.data.hub import open_hub
-
-    return open_hub(name, split, say, stream)
 
 
 def _refuse_without_text(opened: tuple[Source, ...], name: str, split: str) -> None:
@@ -145,21 +121,3 @@ def _file_digest(path: Path, say: Callable[[str], None]) -> bytes:
     except OSError as error:
         remedy = "See that the file is there, and that you may read it."
         raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
-
-
-def near(name: str) -> str:
-    """A suggestion of files beside a path whose names are like it, or nothing."""
-    path = Path(name).expanduser()
-    try:
-        names = [p.name for p in path.parent.iterdir() if p.name != path.name]  # a link to nothing has that name too
-    except OSError:
-        return ""
-    found = [str(path.parent / n) for n in difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)]
-    return f"Did you mean {' or '.join(found)}? " if found else ""
-
-
-def _looks_like_hub(name: str) -> bool:
-    """`owner/name` or `name`, with an optional `:configuration`. A word with a dot and no owner is a file name."""
-    last = name.rpartition("/")[2]
-    is_file_name = bool(file_kind(Path(name))) or ("/" not in name and "." in last)
-    return _HUB_NAME.fullmatch(name) is not None and not is_file_name

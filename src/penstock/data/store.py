@@ -31,7 +31,7 @@ import xxhash
 from penstock.data.counts import NAMED_NOTES, NOTES, Counts, Noted
 from penstock.data.encoding import DTYPES, Unwritable, Written, write_examples, writing
 from penstock.data.files import place_name
-from penstock.data.source import Source
+from penstock.data.rows import Source
 from penstock.data.turns import Format
 from penstock.errors import DataError, DoesNotFit, counted
 from penstock.machine.cache import cache_dir
