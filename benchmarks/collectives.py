@@ -22,8 +22,9 @@ import yaml
 from torch.profiler import ProfilerActivity, profile
 
 from penstock.engine.fsdp import load_for_ranks
+from penstock.engine.meeting import joined
 from penstock.engine.native import NativeEngine
-from penstock.engine.ranks import bind, find_world, joined
+from penstock.engine.ranks import bind, find_world
 from penstock.engine.trial import full_batch
 from penstock.machine.gpu_memory import limit_gpu
 from penstock.machine.hardware import pick_compile, pick_device, pick_dtype

@@ -362,10 +362,10 @@ def test_data_counts_the_flops_of_the_recipes_model(capsys):
 def test_a_rank_leaves_without_taking_its_interpreter_down(joined):
     """Threads of gloo may still hold tensors then, and abort the process."""
     code = (
-        "import atexit, penstock.command.cli as cli, penstock.engine.ranks as ranks\n"
+        "import atexit, penstock.command.cli as cli, penstock.engine.meeting as meeting\n"
         "atexit.register(print, 'taken down')\n"
         "cli.main = lambda: (print('done', end=''), 3)[1]\n"
-        f"{'ranks.HAS_JOINED.set()' if joined else ''}\n"
+        f"{'meeting.HAS_JOINED.set()' if joined else ''}\n"
         "cli.run()"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from penstock.engine.deepspeed import DeepSpeedEngine
+from penstock.engine.meeting import joined
 from penstock.engine.native import NativeEngine
-from penstock.engine.ranks import find_world, joined
+from penstock.engine.ranks import find_world
 from penstock.engine.trial import full_batch
 from penstock.model.attention import stock_attention
 from penstock.model.load import load_config, load_model

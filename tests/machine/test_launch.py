@@ -14,8 +14,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from penstock.command.cli import main
-from penstock.engine import ranks as ranks_module
-from penstock.engine.ranks import Meeting, World
+from penstock.engine import meeting as meeting_module
+from penstock.engine.meeting import Meeting
+from penstock.engine.ranks import World
 from penstock.errors import RankLost, RecipeError
 from penstock.machine import launch as launch_module
 from penstock.machine import lost
@@ -141,7 +142,7 @@ def test_a_refusal_of_the_first_rank_reaches_those_that_wait_for_it(tmp_path, po
     """Nobody keeps the store of the ranks then: its launcher does, until the others have come."""
     monkeypatch.setattr(lost, "LOOK_SECONDS", 0.2)
     monkeypatch.setattr(launch_module, "TELLING_SECONDS", 60.0)
-    monkeypatch.setattr(ranks_module, "MEETING_SECONDS", 10.0)
+    monkeypatch.setattr(meeting_module, "MEETING_SECONDS", 10.0)
     (tmp_path / "0.error").write_text("wandb is not installed")
     machines = Machines(gpus=1, nodes=2, node_rank=0, rendezvous=f"127.0.0.1:{port}")
     teller = threading.Thread(target=_tell_other_machines, args=([2], tmp_path, machines, ("127.0.0.1", port)))

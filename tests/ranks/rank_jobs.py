@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import dynamic_module_utils
 
-import penstock.engine.ranks
+import penstock.engine.meeting
 import penstock.run.loading
 import penstock.run.train
 from penstock.checkpoint import export_ranks
@@ -32,8 +32,9 @@ from penstock.checkpoint.fingerprint import model_fingerprint
 from penstock.checkpoint.tensors import receive_blocks, send_tensors
 from penstock.data.loader import Position, prepare
 from penstock.engine.fsdp import load_for_ranks, shard_over_ranks
+from penstock.engine.meeting import joined
 from penstock.engine.native import NativeEngine
-from penstock.engine.ranks import ALONE, SHARE_GPU, bind, find_world, joined
+from penstock.engine.ranks import ALONE, SHARE_GPU, bind, find_world
 from penstock.errors import Interrupted, ModelError, RecipeError, UserError
 from penstock.model.attention import use_attention
 from penstock.model.decoder import find_decoder
@@ -389,7 +390,7 @@ def slow_disk():
     """What rank 0 has received of rank 1 after a while."""
     world = find_world()
     tensor = SavedTensor("t", torch.uint8, (1000,), (torch.full((1000,), 7, dtype=torch.uint8),), (0, 1000))
-    with mock.patch.object(penstock.engine.ranks, "CONNECTING", timedelta(seconds=2)), joined(world, DEVICE):
+    with mock.patch.object(penstock.engine.meeting, "CONNECTING", timedelta(seconds=2)), joined(world, DEVICE):
         if world.rank:
             return send_tensors([tensor])
         time.sleep(4)

@@ -55,8 +55,8 @@ def run() -> NoReturn:
             stream.flush()
         except BrokenPipeError:  # nobody reads it any more; Python would try again at its end, and fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    ranks = sys.modules.get("penstock.engine.ranks")
-    if ranks is not None and ranks.HAS_JOINED.is_set():
+    meeting = sys.modules.get("penstock.engine.meeting")
+    if meeting is not None and meeting.HAS_JOINED.is_set():
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

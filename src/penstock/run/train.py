@@ -27,7 +27,8 @@ from penstock.checkpoint.run_dir import check_run_dir, make_run_dir, note_ranks
 from penstock.checkpoint.store import of_step
 from penstock.data.loader import Dataset
 from penstock.engine import Engine
-from penstock.engine.ranks import ALONE, World, bind, joined
+from penstock.engine.meeting import joined
+from penstock.engine.ranks import ALONE, World, bind
 from penstock.machine.gpu_memory import limit_gpu
 from penstock.machine.hardware import describe, pick_device
 from penstock.machine.launch import check_batch
