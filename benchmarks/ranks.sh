@@ -36,7 +36,7 @@ with_mps() {  # COMMAND..., and the server of MPS for it alone
   return $code
 }
 
-TESTS="tests/run/test_several_ranks.py tests/engine/test_fsdp.py tests/engine/test_ranks.py tests/offload/test_dtensors.py
+TESTS="tests/run/test_several_ranks.py tests/engine/test_fsdp.py tests/engine/test_ranks.py tests/engine/test_meeting.py tests/offload/test_dtensors.py
   tests/offload/test_replicas.py tests/checkpoint/test_export_ranks.py tests/model/test_load_rows.py tests/model/test_initial.py"
 FAULTS=tests/machine/test_launch.py
 
