@@ -1,6 +1,8 @@
 """The store by itself: format, splitting, memory, names, pruning. Kills are in test_faults.py."""
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -64,6 +66,19 @@ def test_files_are_split_and_a_large_tensor_has_one_to_itself(tmp_path, monkeypa
     landing = blank(tensors["state"])
     read_tensors(saved, "state", landing, quiet)
     assert all(torch.equal(a.pieces[0], b.pieces[0]) for a, b in zip(tensors["state"], landing, strict=True))
+
+
+def test_a_disk_that_fails_while_tensors_are_read_is_told_as_that(tmp_path, monkeypatch):
+    tensors = sample()
+    saved = save(tmp_path / "c", 12, tensors, {}, quiet)
+    verify(saved, quiet)
+
+    def fails(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(store, "read_file", fails)
+    with pytest.raises(CheckpointError, match=r"weights-00001\.safetensors: cannot be read \(Input/output error\)"):
+        read_tensors(saved, "weights", blank(tensors["weights"]), quiet)
 
 
 def peak_bytes():

@@ -285,8 +285,16 @@ def read_tensors(
             what = f"is {list(there[0])} {there[1]} here and {list(here[0])} {here[1]} in the model"
             raise CheckpointError(f"{name} {what}", where=str(stored[name].path), remedy=OTHER_MODEL)
     transfer = Transfer("loading", sum(tensor.num_bytes for tensor in tensors), say)
+
+    def read(path: Path) -> None:
+        try:
+            read_file(path, wanted, transfer, num_ranks)
+        except OSError as error:  # of a disk that failed since all was verified
+            remedy = "See that its disk is there, and resume again: nothing was written."
+            raise CheckpointError(f"cannot be read ({error.strerror})", where=str(path), remedy=remedy) from error
+
     with ThreadPoolExecutor(NUM_THREADS if num_ranks == 1 else 1, "penstock-load") as pool:
-        for _ in pool.map(lambda path: read_file(path, wanted, transfer, num_ranks), files):
+        for _ in pool.map(read, files):
             pass
 
 
