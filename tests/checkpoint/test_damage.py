@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.checkpoint.run_dir import run_recipe
 from penstock.checkpoint.store import _sealed
+from penstock.checkpoint.sums import SUMS
 from penstock.checkpoint.tensors import digest_file
 
 STEPS = ["--max-steps", "4", "--save-every", "2", "--dtype", "fp32"]  # which `auto` is, depends on the CPU
@@ -336,7 +337,25 @@ def test_every_checkpoint_is_looked_at_before_damage_is_an_error(server, run):
     assert f"Whole: {older}." in ended.text
 
 
+def test_a_bit_of_the_model_that_flips_is_no_weight(server, run, tmp_path):
+    """Written out again it would be certified, and the model in front of it is whole in every other way."""
+    assert server.penstock("export", run, "--verify").text.splitlines()[-1].endswith("2 checkpoints and the model")
+    weights, template = run / "model" / "model.safetensors", run / "model" / "tokenizer_config.json"
+    flip(weights)
+    for words in (["export", run, "--to", tmp_path / "out"], ["export", run, "--verify"], ["generate", run, "hello"]):
+        ended = server.penstock(*words)
+        assert (ended.code, f"{weights}: is damaged: its checksum" in ended.text) == (5, True), ended.text
+    flip(weights)
+    template.unlink()
+    ended = server.penstock("export", run / "model", "--verify")
+    assert (ended.code, f"{template}: is missing" in ended.text) == (5, True), ended.text
+    assert "remove checksums.json there" in ended.text
+    (run / "model" / SUMS).unlink()
+    assert server.penstock("export", run, "--to", tmp_path / "out").code == 0, "as the message says"
+
+
 def test_a_damaged_model_is_no_bug(server, run):
+    (run / "model" / SUMS).unlink()
     truncate(run / "model" / "model.safetensors")
     ended = server.penstock("generate", run, "hello", "--device", "cpu")
     assert ended.code == 5, ended.text

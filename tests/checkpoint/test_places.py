@@ -16,6 +16,7 @@ from penstock.checkpoint import export
 from penstock.checkpoint.lock import claim
 from penstock.checkpoint.places import NEWEST, find_place, resume_advice
 from penstock.checkpoint.store import remove
+from penstock.checkpoint.sums import SUMS
 from penstock.command.cli import main
 from penstock.errors import RecipeError
 from penstock.machine.launch import _report
@@ -58,9 +59,12 @@ def test_it_is_refused_before_torch_is_imported(command, tmp_path):
     assert result.stdout.split() == ["2", "False"], result.stderr
 
 
-def test_a_model_has_no_checksums_to_verify(run, capsys):
-    assert main(["export", str(run / "model"), "--verify"]) == 2
-    assert "has no checksums" in capsys.readouterr().err
+def test_a_model_of_others_has_no_checksums_to_verify(run, tmp_path, capsys):
+    assert main(["export", str(run / "model"), "--verify"]) == 0
+    assert "as it was written: the model" in capsys.readouterr().out
+    shutil.copytree(run / "model", tmp_path / "model", ignore=shutil.ignore_patterns(SUMS))
+    assert main(["export", str(tmp_path / "model"), "--verify"]) == 2
+    assert "is a model without checksums" in capsys.readouterr().err
 
 
 @pytest.mark.slow

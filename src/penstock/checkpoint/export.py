@@ -33,6 +33,7 @@ from penstock.checkpoint.places import CHECKPOINTS, NEWEST, Place, find_place
 from penstock.checkpoint.resume import Saved, TakesCheckpoint, find_saved, verify_saved
 from penstock.checkpoint.run_dir import find_model, run_recipe
 from penstock.checkpoint.store import Checkpoint, find, open_checkpoint, read_tensors, verify
+from penstock.checkpoint.sums import check_sums, write_sums
 from penstock.errors import DISK_IS_FULL, CheckpointError, Diverged, DoesNotFit, OutputError, RecipeError, UserError
 from penstock.machine.disk import FILE_LIMIT, file_limit, hits_file_limit
 from penstock.machine.gpu_memory import gpu_room
@@ -71,6 +72,7 @@ def export(
             model.save_pretrained(written, max_shard_size=file_bytes)
             tokenizer.save_pretrained(written)
             make_readable(written)
+            write_sums(written)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(written, ignore_errors=True)
             raise not_written(directory, error) from error
@@ -198,16 +200,20 @@ def open_model(
     source = path if place.kind == "model" else find_model(path)
     where = {} if device is None else {"device_map": {"": device}}
     trust = {"trust_remote_code": recipe.trust_remote_code}
+    check_sums(source, say, _write_again(place, source))
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **trust)
         model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", **where, **trust)
     except (OSError, ValueError, SafetensorError) as error:
         what = f"the exported model cannot be loaded: {str(error).strip().splitlines()[0]}"
-        remedy = f"Remove {source}; `penstock export {path} --to {source}` makes it from the newest checkpoint."
-        if place.kind == "model":
-            remedy = "Write it again, or name a run or a checkpoint."
-        raise CheckpointError(what, where=str(source), remedy=remedy) from error
+        raise CheckpointError(what, where=str(source), remedy=_write_again(place, source)) from error
     return Opened(model, tokenizer, recipe)
+
+
+def _write_again(place: Place, source: Path) -> str:
+    if place.kind == "model":
+        return "Write it again, or name a run or a checkpoint."
+    return f"Remove {source}; `penstock export {place.path} --to {source}` makes it from the newest checkpoint."
 
 
 @contextmanager
@@ -232,13 +238,33 @@ def saved_model(saved: Saved, recipe: Recipe, say: Callable[[str], None]) -> Pre
     return model
 
 
-def verify_checkpoints(path: Path, say: Callable[[str], None]) -> list[Checkpoint]:
-    """Check one checkpoint, or every one of a run. Damage is an error, but only after all were looked at."""
+@dataclass(frozen=True)
+class Verified:
+    """What was found to be whole."""
+
+    checkpoints: list[Checkpoint]
+    model: Path | None
+    """None where there is none, or where it has no checksums."""
+
+
+def verify_all(path: Path, say: Callable[[str], None]) -> Verified:
+    """Check a checkpoint, a model, or all that a run has of both. Damage is an error, after all were looked at."""
     place = find_place(path)
-    if place.kind == "model":
-        remedy = "Name a run or a checkpoint."
-        raise RecipeError("is a model, which has no checksums", where=f"--verify {path}", remedy=remedy)
+    model = {"run": path / "model", "model": path}.get(place.kind)
     whole, damaged = list[Checkpoint](), list[CheckpointError]()
+    if model is not None:
+        try:
+            model = model if check_sums(model, say, _write_again(place, model)) else None
+        except CheckpointError as error:
+            say(f"  damaged: {error.where}")
+            damaged.append(error)
+    if place.kind == "model":
+        if damaged:
+            raise damaged[0]
+        if model is None:
+            remedy = "Name a run or a checkpoint, or a model that Penstock wrote."
+            raise RecipeError("is a model without checksums", where=f"--verify {path}", remedy=remedy)
+        return Verified([], model)
     for path in [place.path] if place.kind == "checkpoint" else find(place.path / CHECKPOINTS):
         try:
             checkpoint = open_checkpoint(path)
@@ -251,7 +277,7 @@ def verify_checkpoints(path: Path, say: Callable[[str], None]) -> list[Checkpoin
     if damaged:
         told = f" Whole: {', '.join(str(found.path) for found in whole) or 'none'}."
         raise CheckpointError(damaged[0].what, where=damaged[0].where, remedy=damaged[0].remedy + told)
-    return whole
+    return Verified(whole, model)
 
 
 def _compare(

@@ -30,6 +30,7 @@ from penstock.checkpoint.export import (
     not_written,
     write_code,
 )
+from penstock.checkpoint.sums import write_sums
 from penstock.checkpoint.tensors import receive_blocks, send_tensors
 from penstock.engine.fsdp import load_for_ranks
 from penstock.engine.ranks import World
@@ -88,6 +89,7 @@ def _write(
         tokenizer.save_pretrained(written)
         _write_weights(written, _renamed(model, parameters))
         make_readable(written)
+        write_sums(written)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(written, ignore_errors=True)
         raise not_written(directory, error) from error

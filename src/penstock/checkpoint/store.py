@@ -228,20 +228,29 @@ def _damage(checkpoint: Checkpoint, name: str, transfer: Transfer) -> str:
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             return "is not a plain file"  # a link could point anywhere
-        if path.stat().st_size != expected.num_bytes:
-            return f"has {path.stat().st_size:,} bytes and should have {expected.num_bytes:,}"
-        if digest_file(path, transfer) != expected:
-            return "is damaged: its checksum is not the one it was written with"
+        if damage := differs(path, expected, transfer):
+            return damage
         json.loads(path.read_bytes()) if path.suffix == ".json" else read_header(path)
     except FileNotFoundError:
         return "is missing"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
     except ModelError as error:
         return error.what
     except ValueError:
         return "is not JSON"
     return ""
+
+
+def differs(path: Path, expected: Digest, transfer: Transfer) -> str:
+    """In what a file differs from what was written, or nothing."""
+    try:
+        if path.stat().st_size != expected.num_bytes:
+            return f"has {path.stat().st_size:,} bytes and should have {expected.num_bytes:,}"
+        same = digest_file(path, transfer) == expected
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return "" if same else "is damaged: its checksum is not the one it was written with"
 
 
 def read_document(checkpoint: Checkpoint, name: str) -> Any:

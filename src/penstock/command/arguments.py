@@ -157,7 +157,7 @@ class ExportArgs:
     trust_pickle: Flag = False
     """Read a checkpoint of DeepSpeed's although it is a pickle, which can run any code."""
     verify: Flag = False
-    """Compare every byte of the checkpoint, or of all of the run, with its checksum."""
+    """Compare every byte of a checkpoint, a model, or all that a run has of both, with its checksum."""
     shard_size: str = "5GB"
     """Largest size of one weight file."""
     json: Flag = False

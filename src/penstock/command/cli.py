@@ -327,16 +327,19 @@ def export(words: list[str]) -> int:
         find_place(Path(args.run))  # before torch is imported, which takes seconds
     with importing():
         quiet_libraries(args.debug)
-        from penstock.checkpoint.export import export_from, verify_checkpoints
+        from penstock.checkpoint.export import export_from, verify_all
         from penstock.checkpoint.from_deepspeed import export_deepspeed
         from penstock.report.console import Console
 
     console = Console(json=args.json)
     result: dict[str, object] = {}
     if args.verify:
-        verified = verify_checkpoints(Path(args.run), console.say)
-        result["verified"] = [{"path": str(found.path), "step": found.step} for found in verified]
-        console.say(f"Every byte is as it was written: {counted(len(verified), 'checkpoint')}")
+        verified = verify_all(Path(args.run), console.say)
+        result["verified"] = [{"path": str(found.path), "step": found.step} for found in verified.checkpoints]
+        result["verified_model"] = str(verified.model) if verified.model else None
+        told = [counted(len(verified.checkpoints), "checkpoint")] if verified.checkpoints else []
+        told += ["the model"] if verified.model else []
+        console.say(f"Every byte is as it was written: {' and '.join(told) or 'there is nothing'}")
     if args.to:
         how: dict[str, Any] = {"file_size": args.shard_size, "say": console.say}
         if args.model or args.trust_pickle or theirs:
