@@ -239,6 +239,7 @@ def test_a_signal_in_mid_step_finishes_it_and_saves(server, tmp_path, whole_run,
     run = tmp_path / "run"
     ended = server.train(run, "--max-steps", "6", "--keep", "2", code=AT_STEP.format(name=name))
     assert ended.code == 128 + getattr(signal, name), ended.text
+    assert f"{name}: the run stops after this step and is saved" in ended.text, "at once: a step may take minutes"
     assert f"step 3 of 6: stopped by {name}" in ended.text
     assert "--resume" in ended.text
     assert "Traceback" not in ended.text
@@ -296,6 +297,7 @@ def test_a_second_signal_ends_the_run_at_once(server, run, whole_run):
     ended = resume(server, run, fault=[str(run / "checkpoints"), 10, TERMINATE_TWICE])
     assert ended.code == 143, ended.text
     assert "stopped by" not in ended.text
+    assert "ended at once by SIGTERM; nothing was saved since" in ended.text
     assert [path.name for path in checkpoints(run)] == ["step-00000002", "step-00000004"]
     assert resume(server, run).code == 0
     assert_same_end(run, whole_run)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
@@ -26,6 +28,7 @@ from penstock.recipe.recipe import Recipe
 
 DYING_SECONDS = 1.0
 """From the first to the last of a launcher's threads to end, when it is killed."""
+UNSAVED = "nothing was saved since the newest checkpoint"
 
 
 class Stop:
@@ -35,13 +38,16 @@ class Stop:
 
 
 @contextmanager
-def signals() -> Iterator[Stop]:
+def signals(say: Callable[[str], None] | None = None) -> Iterator[Stop]:
     """SIGTERM, Ctrl-C and a lost terminal (SIGHUP) end the run after the current step; a second one ends it at once.
 
     Launchers other than ours answer a Ctrl-C, which the terminal gives to their ranks too, with a SIGTERM to each: that
     is the same request once more. So are those that the kernel sends when ours dies, one for each of its threads.
+
+    `say` tells at once that the signal was heard, from a thread of its own: a step may take minutes, and the handler
+    may have come in the middle of a line.
     """
-    stop = Stop()
+    stop, heard = Stop(), SimpleQueue[None]()  # whose `put` may come in the middle of another
     by_ours, by_other = ERRORS in os.environ, "RANK" in os.environ and ERRORS not in os.environ
     first = 0.0
 
@@ -51,13 +57,28 @@ def signals() -> Iterator[Stop]:
         if by_ours and stop.number == number == signal.SIGTERM and time.monotonic() - first < DYING_SECONDS:
             again = True
         if stop.number and not again:
+            if say is not None:
+                os.write(2, f"penstock: ended at once by {signal.Signals(number).name}; {UNSAVED}\n".encode())
             os._exit(128 + number)
         stop.number, first = stop.number or number, first or time.monotonic()
         if number == signal.SIGHUP:
             leave_terminal()
+        heard.put(None)
 
+    def tell() -> None:
+        heard.get()
+        if stop.number and say is not None:
+            name = signal.Signals(stop.number).name
+            say(f"  {name}: the run stops after this step and is saved; a second signal ends it at once, unsaved")
+
+    teller = threading.Thread(target=tell, name="penstock-signals", daemon=True)
     with handling(handle, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        yield stop
+        teller.start()
+        try:
+            yield stop
+        finally:
+            heard.put(None)
+            teller.join()
 
 
 def interrupted(recipe: Recipe, stop: Stop, step: int, total_steps: int) -> Interrupted:

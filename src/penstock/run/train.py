@@ -74,7 +74,7 @@ def train(
                 make_run_dir(recipe, world, keep_checkpoints=start.saved is not None and own)
                 note_ranks(recipe.run_dir, world, describe(run.device))
             records = begin_or_go_on(start, loaded, trackers, console, world)
-        with signals() as stop:
+        with signals(console.say if world.first else None) as stop:
             sources = sources_of(records.recorder, run.device, run.recipe)
             watched = console.training(recipe.name, run.total_steps, sources, records.metrics.rows)
             with watched, memory_advice(recipe, world.size), disk_advice(recipe.run_dir):
