@@ -14,6 +14,7 @@ from penstock.data.folders import open_folder
 from penstock.data.loader import prepare
 from penstock.data.source import Reading, open_source
 from penstock.errors import DataError, RecipeError
+from penstock.recipe.lists import Part, parse_parts
 from penstock.recipe.recipe import Recipe
 
 
@@ -266,8 +267,18 @@ def test_what_is_evaluated_on_has_no_shares():
 
 
 def test_one_name_has_no_share(write):
-    with pytest.raises(DataError, match="no such file"):
-        texts(f"{write(ROWS)}:0.7")
+    path = write(ROWS)
+    for data in (f"{path}:0.5", f"{path.parent}:1", "demo:2"):
+        with pytest.raises(RecipeError, match=r"gives a share to one name\n.*--data-percent 50 takes half of one"):
+            Recipe(data=data)
+    with pytest.raises(RecipeError, match=r"eval_data = .*has shares"):
+        Recipe(eval_data=f"{path}:0.5")
+
+
+def test_a_number_behind_a_name_on_the_hub_is_a_configuration(write):
+    assert parse_parts("owner/name:2023") == (Part("owner/name:2023"),)
+    path = write(ROWS, "my.jsonl:0.5")
+    assert parse_parts(str(path)) == (Part(str(path)),)
 
 
 def test_a_file_with_a_comma_in_its_name_is_that_file(write):

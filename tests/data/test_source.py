@@ -82,7 +82,12 @@ def test_missing_file_suggests_its_neighbours(write, tmp_path):
     assert str(tmp_path / "training.jsonl") in caught.remedy
 
 
-@pytest.mark.parametrize("name", ["my.jsonl", "./alpaca", "a/b/c", "data/my.csv", "my.txt", "../x", "no such thing"])
+NOT_ON_THE_HUB = [
+    "my.jsonl", "./alpaca", "a/b/c", "data/my.csv", "my.txt", "../x", "no such thing", "data/my.jsonl:0.5", "my.csv:1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_ON_THE_HUB)
 def test_a_name_that_is_no_hub_name_never_asks_the_hub(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(source, "open_hub", lambda *_: pytest.fail("asked the Hub"))
@@ -99,7 +104,7 @@ def test_directory_without_data(tmp_path):
     assert error(tmp_path).what == "no data file in the directory"
 
 
-@pytest.mark.parametrize("name", ["tatsu-lab/alpaca", "squad", "owner/name:config"])
+@pytest.mark.parametrize("name", ["tatsu-lab/alpaca", "squad", "owner/name:config", "owner/name:2023", "name:3.0.0"])
 def test_unreachable_hub_names_the_local_alternatives(name):
     caught = error(name)  # the tests run with HF_HUB_OFFLINE=1
     assert "the Hub cannot be reached" in caught.what

@@ -25,6 +25,6 @@ def near(name: str) -> str:
 
 def looks_like_hub(name: str) -> bool:
     """`owner/name` or `name`, with an optional `:configuration`. A word with a dot and no owner is a file name."""
-    last = name.rpartition("/")[2]
-    is_file_name = bool(file_kind(Path(name))) or ("/" not in name and "." in last)
+    before = name.partition(":")[0]
+    is_file_name = bool(file_kind(Path(before))) or ("/" not in before and "." in before)
     return _HUB_NAME.fullmatch(name) is not None and not is_file_name

@@ -34,10 +34,15 @@ class Part:
 def parse_parts(text: str) -> tuple[Part, ...] | None:
     """The parts of `a.jsonl:0.7,b.parquet:0.3` or `a.jsonl,b.jsonl`; None if some have a share and others none.
 
-    A file whose own name has a comma or ends like a share is that file, and one name has no share of anything.
+    A file whose own name has a comma or ends like a share is that file. A number behind one name alone is a share only
+    if that name is here: a data set on the Hub may have a configuration that is called so.
     """
-    if "," not in text or Path(text).expanduser().exists():
+    if Path(text).expanduser().exists():
         return (Part(text),) if text else None
+    if "," not in text:
+        part = _part(text)
+        here = part.name == "demo" or Path(part.name).expanduser().exists()
+        return (part if here else Part(text),)
     parts = tuple(_part(word.strip()) for word in text.split(","))
     weighted = [part for part in parts if part.weight is not None]
     whole = all(part.name and (part.weight is None or 0 < part.weight < math.inf) for part in parts)

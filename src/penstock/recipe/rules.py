@@ -41,6 +41,8 @@ def broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
          "A token is predicted from the one before it; 0 takes the length from the data."),
         (r.data == "" or parse_parts(r.data) is not None, "data",
          "must be names with commas, all of them with a share or none", "Such as a.jsonl:0.7,b.parquet:0.3."),
+        (not _lone_share(r.data), "data", "gives a share to one name",
+         "Shares are of several, such as a.jsonl:0.7,b.jsonl:0.3; --data-percent 50 takes half of one."),
         (all(p.weight is None for p in parse_parts(r.eval_data or "demo") or ()), "eval_data", "has shares",
          "All of it is evaluated on: leave them out."),
         (parse_columns(r.columns) is not None, "columns", "must be pairs of names, each name once",
@@ -84,6 +86,11 @@ def broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (bool(r.project.strip()), "project", "must not be empty", "Leave it out for penstock."),
     ]  # fmt: skip
     return [(field, rule, remedy) for ok, field, rule, remedy in checks if not ok]
+
+
+def _lone_share(data: str) -> bool:
+    parts = parse_parts(data) or ()
+    return len(parts) == 1 and parts[0].weight is not None
 
 
 def _streaming_rules(r: Recipe) -> list[tuple[bool, str, str, str]]:
