@@ -10,6 +10,7 @@ from tiny import COMMON, OTHERS, SEVEN, packed, tiny_config, tiny_model
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock.command.cli import main
 from penstock.errors import ModelError
 from penstock.model.attention import VARLEN, Segments, attend, attention_inputs, stock_attention, use_attention
 from penstock.model.decoder import find_decoder
@@ -101,6 +102,15 @@ def test_generation_outside_stock_attention_says_so():
 def test_flash_attention_without_its_package_names_the_remedy():
     with pytest.raises(ModelError, match=r"needs the package flash-attn\n.*--attention varlen"):
         use_attention(tiny_model("llama"), "flash_attention_2")
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_flash_attention_without_its_package_is_refused_before_anything_is_loaded(more, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("penstock.run.train.load_engine", None)
+    words = ["train", "demo", "--attention", "flash_attention_2", "--output-dir", str(tmp_path / "run"), *more]
+    assert main(words) == 2
+    assert "--attention flash_attention_2: needs the package flash-attn" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_dropout_is_refused_by_varlen():

@@ -88,6 +88,13 @@ class Segments:
 _AUTO = "Try --attention auto."
 
 
+def check_package(choice: str) -> None:
+    """Refuse an attention whose package is not there; a run asks before anything is loaded."""
+    if choice == "flash_attention_2" and not importlib.util.find_spec("flash_attn"):
+        remedy = "Install it (pip install flash-attn), or use --attention varlen, which needs no package."
+        raise ModelError("needs the package flash-attn", where="--attention flash_attention_2", remedy=remedy)
+
+
 def use_attention(model: PreTrainedModel, choice: str) -> str:
     """Set the model's attention for training on packed rows; returns what `auto` became."""
     refuse_mixing(model)
@@ -98,9 +105,7 @@ def use_attention(model: PreTrainedModel, choice: str) -> str:
         raise ModelError(f"cannot use varlen attention: {obstacle}", where=_kind(model), remedy=_AUTO)
     if choice == "sdpa" and not _can_sdpa(model):
         raise ModelError("cannot use sdpa attention", where=_kind(model), remedy=_AUTO)
-    if choice == "flash_attention_2" and not importlib.util.find_spec("flash_attn"):
-        remedy = "Install it (pip install flash-attn), or use --attention varlen, which needs no package."
-        raise ModelError("needs the package flash-attn", where="--attention flash_attention_2", remedy=remedy)
+    check_package(choice)
     _set(model, VARLEN if choice == "varlen" else choice)
     return choice
 

@@ -36,6 +36,7 @@ from penstock.machine.gpu_memory import limit_gpu
 from penstock.machine.hardware import COMPILED_FROM, describe, pick_compile, pick_device, pick_dtype
 from penstock.machine.launch import check_batch
 from penstock.machine.launched import say_here
+from penstock.model.attention import check_package
 from penstock.model.flops import token_flops
 from penstock.model.load import load_config, load_tokenizer
 from penstock.model.load_rows import build_on_meta
@@ -297,6 +298,7 @@ def dry_run(
     """The resolved recipe and what it would do; every check of `train` that needs no weights is made."""
     check_batch(recipe.batch_size, num_ranks)
     check_installed(recipe)
+    check_package(recipe.attention)
     ranks = World(size=num_ranks, local_size=ranks_here or num_ranks)  # as the first of them will find itself
     device = ranks.pick(pick_device(recipe.device))
     limit_gpu(device, recipe.gpu_memory)

@@ -32,6 +32,7 @@ from penstock.engine.ranks import ALONE, World, bind
 from penstock.machine.gpu_memory import limit_gpu
 from penstock.machine.hardware import describe, pick_device
 from penstock.machine.launch import check_batch
+from penstock.model.attention import check_package
 from penstock.recipe.recipe import Recipe
 from penstock.report.console import Console
 from penstock.report.facts import Recorder
@@ -60,6 +61,7 @@ def train(
     """
     check_batch(recipe.batch_size, world.size)
     check_installed(recipe)
+    check_package(recipe.attention)
     device = world.pick(pick_device(recipe.device))
     limit_gpu(device, recipe.gpu_memory)
     trackers = Trackers(recipe if world.first else replace(recipe, track=""), console.say)
