@@ -297,6 +297,11 @@ def test_data_percent(make):
     assert indices(make(n=40, data_percent=25.0, seed=1).train) != chosen
     assert indices(make(n=40, data_percent=25.0, shuffle=False).train) == list(range(10))
     assert len(indices(make(n=40, data_percent=0.1).train)) == 1
+    said = []
+    make(n=40, say=said.append, data_percent=2.5)
+    assert said[-1] == "data_percent 2.5: 1 of 40 examples"
+    make(n=40, say=said.append, data_percent=100.0)
+    assert sum("data_percent" in line for line in said) == 1
     both = make(n=40, data_percent=50.0, validation=0.5)
     assert (both.train.num_examples, both.evaluation.num_examples) == (10, 10)
 

@@ -282,7 +282,7 @@ def prepare(
     evaluated, split = evaluation_of(recipe, say)
     store = store_of(recipe.data, recipe.data_split)
     weights = [part.weight for part in parse_parts(recipe.data) or ()]
-    chosen = _choose_share(mix(store.parts, weights, recipe, say), recipe)
+    chosen = _choose_share(mix(store.parts, weights, recipe, say), recipe, say)
     eval_store, held_out = store, np.empty(0, dtype=np.int64)
     if evaluated:
         eval_store = store_of(evaluated, split)
@@ -312,7 +312,8 @@ def evaluation_of(recipe: Recipe, say: Callable[[str], None]) -> tuple[str, str]
         return recipe.eval_data or "", recipe.eval_split
     folder = open_folder(path)
     own = "" if recipe.eval_data or recipe.validation else folder.evaluation(recipe.data_split, recipe.eval_split)
-    if len(folder.splits) > 1 and recipe.data_split in folder.splits:
+    folder.choose(recipe.data_split)  # what is refused is not described first
+    if len(folder.splits) > 1:
         say(folder.describe(recipe.data_split, own))
     return (recipe.data, own) if own else (recipe.eval_data or "", recipe.eval_split)
 
@@ -338,9 +339,11 @@ def mix(sizes: Sequence[int], weights: Sequence[float | None], recipe: Recipe, s
     return np.concatenate(taken)
 
 
-def _choose_share(examples: Ints, recipe: Recipe) -> Ints:
+def _choose_share(examples: Ints, recipe: Recipe, say: Callable[[str], None]) -> Ints:
     """The examples that --data-percent leaves, in the order of the file."""
     keep = max(1, round(len(examples) * recipe.data_percent / 100))
+    if keep < len(examples):
+        say(f"data_percent {recipe.data_percent:g}: {keep:,} of {len(examples):,} examples")
     if not recipe.shuffle:
         return examples[:keep]
     return np.sort(examples[_permutation(len(examples), recipe.seed, _SHARE)[:keep]])
