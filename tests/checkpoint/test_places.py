@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from penstock.checkpoint import export
 from penstock.checkpoint.lock import claim
-from penstock.checkpoint.places import NEWEST, find_place, resume_advice
+from penstock.checkpoint.places import NEWEST, check_is_run, find_place, resume_advice
 from penstock.checkpoint.store import remove
 from penstock.checkpoint.sums import SUMS
 from penstock.command.cli import main
@@ -49,6 +49,14 @@ def test_a_misspelt_name_is_answered_with_the_nearest(run):
         find_place(run.with_name("runn"))
     with pytest.raises(RecipeError, match=r"Did you mean .*step-00000002"):
         find_place(run / "checkpoints" / "step-0000002")
+
+
+def test_a_file_is_not_said_to_be_missing(tmp_path):
+    path = tmp_path / "my.jsonl"
+    path.touch()
+    for find in (find_place, check_is_run):
+        with pytest.raises(RecipeError, match="is a file, not a directory"):
+            find(path)
 
 
 @pytest.mark.parametrize("command", ["generate", "export --verify", "report"])

@@ -135,6 +135,7 @@ def test_bad_line(write, content, line, says, extension):
         ('[\n{"text": "a"},\n{"text": }\n]', 3, "Expecting value at column 10"),
         ('[\n{"text": "a"}\n{"text": "b"}]', 3, "Expecting ',' or ']' after a row"),
         ('[\n{"text": "a"},\n]', 3, "Expecting value"),
+        ('[{"text": "a"}, ]', 1, "Expecting value at column 17"),
         ('[\n{"text": "a"}\n', 3, "the array is not closed"),
         ('[\n{"text": "a', 2, "Unterminated string"),
         ('[\n{"text": "a"}]\n\n{', 4, "Extra data after the array"),
@@ -150,6 +151,7 @@ def test_bad_array(write, monkeypatch, content, line, says, chunk):
     caught = error(path)
     assert caught.where == f"{path}:{line}"
     assert says in caught.what
+    assert "remove the line" not in caught.remedy, "an array may stand on one line"
 
 
 def test_a_fault_in_a_large_array_is_found_without_reading_on(write, monkeypatch):

@@ -63,8 +63,8 @@ def test_compressed_files_and_tabs(write, name, content):
     [
         ("a.jsonl.gz", gzip.compress(LINES)[:-9], "not a readable .jsonl.gz file"),
         ("a.jsonl.gz", LINES, "not a readable .jsonl.gz file"),
-        ("a.jsonl.zst", zst(LINES * 50)[:-9], "not a readable .zst file"),
-        ("a.jsonl.zst", LINES, "not a readable .zst file"),
+        ("a.jsonl.zst", zst(LINES * 50)[:-9], "not a readable .jsonl.zst file"),
+        ("a.jsonl.zst", LINES, "not a readable .jsonl.zst file"),
         ("a.jsonl.gz", gzip.compress(LINES + b'{"text"'), "malformed JSON"),
     ],
 )
@@ -73,6 +73,7 @@ def test_damaged_archives(write, name, content, says):
     with pytest.raises(DataError, match=says) as caught:
         texts(path)
     assert caught.value.where.startswith(str(path))
+    assert ("give it the extension of what it is" in caught.value.remedy) == ("malformed" not in says)
 
 
 def test_a_fault_in_an_archive_names_its_line(write):
@@ -209,6 +210,15 @@ def test_train_is_trained_on_and_the_other_evaluated_on_and_said(write, tmp_path
     assert run().evaluation.num_examples == 2
     assert said[0].endswith("evaluating on 'validation'; not used: 'test'")
     assert run(data_split="test").train.num_examples == 1
+
+
+def test_a_directory_that_is_refused_is_not_described_first(write, tmp_path, plain, own_cache):
+    for name in ("train", "test", "more"):
+        write(ROWS, f"set/{name}.jsonl")
+    said = []
+    with pytest.raises(DataError, match="some files belong to a split"):
+        prepare(Recipe(data=str(tmp_path / "set")), plain, len(plain), said.append)
+    assert said == []
 
 
 # --- several, and shares ----------------------------------------------------------------------------------------------

@@ -279,6 +279,22 @@ def test_every_row_without_a_response(write, plain):
     assert "--max-length" not in caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        ({"text": "a"}, "Give the weight 1, or none"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0}], "weight": 1}, "Give the weight 1, or none"),
+        ({"text": " ", "weight": 1}, "A row needs text."),
+        ({"instruction": "q", "output": "", "weight": 1}, "Every row needs a response."),
+    ],
+)
+def test_when_every_row_is_dropped_the_remedy_is_for_why(write, plain, row, remedy):
+    path = write([{"weight": 0, **row}] * 2)
+    with pytest.raises(DataError, match="no example is left of 2 rows") as caught:
+        open_it(path, plain)
+    assert caught.value.remedy.startswith(remedy)
+
+
 def test_an_end_token_that_would_never_be_trained(write, plain):
     path = write([{"instruction": "q", "output": "answer " * 50}] * 3)
     with pytest.raises(DataError, match="no example of 3 has its end token within max_length 64") as caught:

@@ -96,6 +96,12 @@ def test_rows_with_nothing_to_learn_are_dropped(fields, form, reason):
     assert turns_of(row(**fields), form) == Dropped(reason)
 
 
+def test_bytes_are_told_to_become_text_and_not_to_be_quoted():
+    with pytest.raises(DataError, match="column 'text' is bytes, not text") as caught:
+        text_of(row(text=b"t"))
+    assert caught.value.remedy.startswith("Write the column with a type of text")
+
+
 def test_empty_text_is_dropped():
     assert text_of(row(text="  ")) == Dropped("empty text")
 

@@ -11,7 +11,9 @@ import pytest
 from huggingface_hub import constants
 
 from penstock.errors import ModelError
+from penstock.model.load import load_tokenizer
 from penstock.model.source import find_source
+from penstock.recipe.recipe import Recipe
 
 SHA = "a" * 40
 FILES = {
@@ -158,3 +160,10 @@ def test_local_sources(tmp_path):
 def test_paths_that_lead_nowhere(name, message):
     with pytest.raises(ModelError, match=message):
         find_source(name)
+
+
+@pytest.mark.parametrize("name", ["/no/such/place", "nowhere.gguf"])
+@pytest.mark.parametrize("flag", ["model", "tokenizer"])
+def test_the_flag_to_check_is_the_one_that_was_given(name, flag):
+    with pytest.raises(ModelError, match=f"Check the path given to --{flag}"):
+        load_tokenizer(Recipe(**{flag: name}))

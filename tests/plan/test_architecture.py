@@ -54,6 +54,10 @@ def test_the_demo_and_a_shape():
 def test_what_is_not_known_is_refused(tmp_path):
     with pytest.raises(ModelError, match="neither here nor in Hugging Face's cache"):
         architecture_of(Recipe(model="nobody/nothing-here"))
+    for model, what in (("/no/such/place", "no such directory"), (str(tmp_path), "has no config.json")):
+        with pytest.raises(ModelError, match=what) as caught:
+            architecture_of(Recipe(model=model))
+        assert "hf download" not in caught.value.remedy
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(RecipeError, match="plan does not know models of type 'gpt2'"):
         architecture_of(Recipe(model=str(tmp_path)))

@@ -60,9 +60,11 @@ def resume_advice(run: Path, resumed: str = "") -> str:
 
 
 def check_is_there(path: Path) -> None:
-    """Refuse what does not exist, with what is near it in name."""
+    """Refuse what does not exist, with what is near it in name, and what is a file."""
     if path.is_dir():
         return
+    if path.exists():
+        raise RecipeError("is a file, not a directory", where=str(path), remedy=f"Name {KINDS}.")
     beside = sorted(p.name for p in path.parent.iterdir() if p.is_dir()) if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, beside, n=1)
     remedy = f"Did you mean {path.parent / near[0]}?" if near else f"Name {KINDS}."

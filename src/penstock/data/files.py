@@ -35,6 +35,7 @@ _PIECE_BYTES = 1 << 19
 _PIECE_ROWS = 1000
 _BLANK = re.compile(r"[ \t\n\r]*")
 _ONE_ROW = "It needs at least one row; was it written to the end?"
+_MEND_ARRAY = "Mend the array there (a comma too many?); if it just stops, see that the file was written to its end."
 _COMPRESSED = (".gz", ".zst")
 
 
@@ -102,15 +103,13 @@ def _reading(path: Path) -> Iterator[_Opened]:
             elif path.suffix.lower() == ".zst":
                 file = io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(disk, mode="r"), "zstd"))
             yield _Opened(path, disk, file, path.stat().st_size)
-    except (EOFError, zlib.error, gzip.BadGzipFile, pyarrow.ArrowException) as error:
+    except (EOFError, zlib.error, OSError, pyarrow.ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the system's; those of a decompressor have none
+            remedy = "See that the file is there and whole, and that you may read it."
+            raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
         remedy = "Copy or fetch it again. If it is something else, give it the extension of what it is."
         kind = "".join(path.suffixes[-2:]) if path.suffix.lower() in _COMPRESSED else path.suffix
         raise DataError(f"not a readable {kind} file: {error}", where=str(path), remedy=remedy) from error
-    except OSError as error:
-        compressed = path.suffix.lower() == ".zst" and error.errno is None  # Arrow's own complaint
-        what = f"not a readable .zst file: {error}" if compressed else f"cannot be read: {error.strerror or error}"
-        remedy = "See that the file is there and whole, and that you may read it."
-        raise DataError(what, where=str(path), remedy=remedy) from error
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -246,14 +245,14 @@ class _Window:
                     if at_edge and self._grow():
                         continue
                     self.advance(error.pos)
-                    raise bad_json(error, self.name, self.line, self.column) from None
-                raise bad_json(error, self.name, self.line) from None
+                    raise bad_json(error, self.name, self.line, self.column, _MEND_ARRAY) from None
+                raise bad_json(error, self.name, self.line, remedy=_MEND_ARRAY) from None
             source = self.text[self.at : end]
             self.advance(end)
             return value, source
 
     def fail(self, what: str) -> NoReturn:
-        raise DataError(f"malformed JSON: {what}", where=f"{self.name}:{self.line}", remedy=MEND)
+        raise DataError(f"malformed JSON: {what}", where=f"{self.name}:{self.line}", remedy=_MEND_ARRAY)
 
     def _grow(self) -> bool:
         """Read as much again as is waiting, so that a row of any length is parsed a logarithmic number of times.

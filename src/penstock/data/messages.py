@@ -87,7 +87,7 @@ def turn_of(item: object, name: str, where: str) -> Turn:
 
 def kind_of(value: Any) -> str:
     """What a value is, for messages."""
-    kinds = {list: "a list", dict: "an object", str: "text", type(None): "null", bool: "true or false"}
+    kinds = {list: "a list", dict: "an object", str: "text", bytes: "bytes", type(None): "null", bool: "true or false"}
     return kinds.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
 
 

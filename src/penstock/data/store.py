@@ -283,8 +283,14 @@ def _check_counts(counts: Counts, source: Source, recipe: Recipe) -> None:
     if not counts.kept:
         reasons = "; ".join(f"{n.count:,} {why} ({describe(n, source.files)})" for why, n in counts.dropped.items())
         what = f"no example is left of {counts.rows:,} rows with max_length {recipe.max_length}: {reasons}"
-        too_long = counts.longest > recipe.max_length
-        raise DataError(what, where=source.name, remedy=longer if too_long else "Every row needs a response.")
+        remedy = "Every row needs a response."
+        if counts.longest > recipe.max_length:
+            remedy = longer
+        elif set(counts.dropped) <= {"weight 0", "no response with a weight"}:
+            remedy = "Give the weight 1, or none, to what is to be trained on; 0 leaves it out."
+        elif set(counts.dropped) <= {"weight 0", "empty text"}:
+            remedy = "A row needs text."
+        raise DataError(what, where=source.name, remedy=remedy)
     if counts.unended.count == counts.kept:
         what = f"no example of {counts.kept:,} has its end token within max_length {recipe.max_length}"
         raise DataError(f"{what}, so the model would never learn to stop", where=source.name, remedy=longer)

@@ -94,7 +94,10 @@ def _text(row: Row, column: str) -> str:
         return ""
     if not isinstance(value, str):
         what = f"column {column!r} is {kind_of(value)}, not text; columns found: {column_names(row)}"
-        raise DataError(what, where=row.where, remedy="Put quotes around it, or join it to one text.")
+        remedy = "Put quotes around it, or join it to one text."
+        if isinstance(value, bytes):
+            remedy = "Write the column with a type of text, such as Parquet's STRING."
+        raise DataError(what, where=row.where, remedy=remedy)
     return value
 
 

@@ -68,8 +68,10 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """The tokenizer, from `tokenizer` if the recipe has one, else from the model."""
-    name = recipe.tokenizer or recipe.model
-    source = find_source(name, None if recipe.tokenizer else recipe.revision)
+    if recipe.tokenizer:
+        source = find_source(recipe.tokenizer, flag="--tokenizer")
+    else:
+        source = find_source(recipe.model, recipe.revision)
     if not source.gguf_file and not any(any(source.directory.glob(file)) for file in _TOKENIZER_FILES):
         remedy = "Name another with --tokenizer: a Hub name, a directory, or demo."
         raise ModelError("there is no tokenizer", where=str(source.directory), remedy=remedy)

@@ -45,21 +45,24 @@ class Source:
         return {"gguf_file": self.gguf_file} if self.gguf_file else {}
 
 
-def find_source(name: str, revision: str | None = None, *, weights: bool = False) -> Source:
-    """The model's files on this machine; a Hub model is fetched first, its weights only when asked for."""
+def find_source(name: str, revision: str | None = None, *, weights: bool = False, flag: str = "--model") -> Source:
+    """The model's files on this machine; a Hub model is fetched first, its weights only when asked for.
+
+    `flag`: what the name was given to.
+    """
     if name == "demo":
         return Source(_demo_directory())
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise ModelError("no such GGUF file", where=name, remedy="Check the path given to --model.")
+            raise ModelError("no such GGUF file", where=name, remedy=f"Check the path given to {flag}.")
         return Source(path.parent, path.name)
     if path.is_dir():
         return Source(path)
     if path.exists():
         raise ModelError("is a file, but not a GGUF file", where=name, remedy="Give its directory, or a .gguf file.")
     if not _HUB_NAME.fullmatch(name) or name.startswith("."):
-        raise ModelError("no such directory", where=name, remedy="Check the path given to --model.")
+        raise ModelError("no such directory", where=name, remedy=f"Check the path given to {flag}.")
     return Source(_fetch(name, revision, weights=weights))
 
 

@@ -39,7 +39,7 @@ def _config(recipe: Recipe, path: Path) -> dict[str, Any]:
     elif (path / "config.json").is_file():
         text = (path / "config.json").read_text(encoding="utf-8")
     else:
-        text = _cached(recipe)
+        text = _cached(recipe, path)
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -48,13 +48,16 @@ def _config(recipe: Recipe, path: Path) -> dict[str, Any]:
     return values
 
 
-def _cached(recipe: Recipe) -> str:
+def _cached(recipe: Recipe, path: Path) -> str:
     from huggingface_hub import try_to_load_from_cache
 
+    remedy = "Plan a preset, a directory with a config.json, or a model of the Hub by its name."
+    if path.exists():
+        raise ModelError("has no config.json", where=recipe.model, remedy=remedy)
     try:
         found = try_to_load_from_cache(recipe.model, "config.json", revision=recipe.revision)
     except ValueError:  # not a name that the Hub could have
-        found = None
+        raise ModelError("no such directory", where=recipe.model, remedy=remedy) from None
     if not isinstance(found, str):
         raise ModelError(
             "its config.json is neither here nor in Hugging Face's cache",
