@@ -228,8 +228,8 @@ def _damage(checkpoint: Checkpoint, name: str, transfer: Transfer) -> str:
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             return "is not a plain file"  # a link could point anywhere
-        if damage := differs(path, expected, transfer):
-            return damage
+        if difference := differs(path, expected, transfer):
+            return difference
         json.loads(path.read_bytes()) if path.suffix == ".json" else read_header(path)
     except FileNotFoundError:
         return "is missing"

@@ -28,7 +28,6 @@ from penstock.recipe.recipe import Recipe
 
 DYING_SECONDS = 1.0
 """From the first to the last of a launcher's threads to end, when it is killed."""
-UNSAVED = "nothing was saved since the newest checkpoint"
 
 
 class Stop:
@@ -58,7 +57,9 @@ def signals(say: Callable[[str], None] | None = None) -> Iterator[Stop]:
             again = True
         if stop.number and not again:
             if say is not None:
-                os.write(2, f"penstock: ended at once by {signal.Signals(number).name}; {UNSAVED}\n".encode())
+                name = signal.Signals(number).name
+                told = f"penstock: ended at once by {name}; nothing was saved since the newest checkpoint\n"
+                os.write(2, told.encode())
             os._exit(128 + number)
         stop.number, first = stop.number or number, first or time.monotonic()
         if number == signal.SIGHUP:
