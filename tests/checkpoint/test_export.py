@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from penstock.checkpoint.export import PROBE, _compare, export, export_from, logits_of, mend_generation, not_written
+from penstock.checkpoint.run_dir import make_run_dir
 from penstock.errors import CheckpointError, Diverged, DoesNotFit, OutputError, RecipeError
 from penstock.model.load import load_config, load_model
 from penstock.recipe.presets import PRESETS
@@ -93,6 +94,35 @@ def test_a_weight_that_differs_is_found_by_name(tmp_path, model, tokenizer):
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
         _compare(model, tokenizer, tmp_path / "out")
+
+
+@pytest.mark.parametrize("text", ["null", "[1]"])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_model_whose_files_are_not_what_they_should_be_is_damaged(tmp_path, file, text):
+    run = make_run_dir(Recipe(output_dir=str(tmp_path / "run")))
+    shutil.copytree(DEMO, run / "model")
+    (run / "model" / file).write_text(text)
+    with pytest.raises(CheckpointError, match="exported model cannot be loaded") as caught:
+        export_from(run, tmp_path / "out", file_size="5GB", say=print)
+    assert caught.value.remedy.startswith(f"Remove {run / 'model'};")
+
+
+@pytest.mark.parametrize("text", ["{}", '{"added_tokens": []}'])
+def test_a_tokenizer_without_what_it_needs_is_damaged(tmp_path, text):
+    directory = tmp_path / "model"
+    shutil.copytree(DEMO, directory)
+    (directory / "tokenizer.json").write_text(text)
+    with pytest.raises(CheckpointError, match="exported model cannot be loaded"):
+        export_from(directory, tmp_path / "out", file_size="5GB", say=print)
+
+
+def test_want_of_memory_is_no_damage(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        export_from(Path(DEMO), tmp_path / "out", file_size="5GB", say=print)
 
 
 def test_an_end_token_that_differs_is_found(tmp_path, model, tokenizer):

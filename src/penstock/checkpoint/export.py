@@ -204,8 +204,11 @@ def open_model(
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **trust)
         model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", **where, **trust)
-    except (OSError, ValueError, SafetensorError) as error:
-        what = f"the exported model cannot be loaded: {str(error).strip().splitlines()[0]}"
+    except Exception as error:  # transformers and tokenizers raise many kinds for a bad file
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            raise
+        told = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+        what = f"the exported model cannot be loaded: {told}"
         raise CheckpointError(what, where=str(source), remedy=_write_again(place, source)) from error
     return Opened(model, tokenizer, recipe)
 
