@@ -1,10 +1,12 @@
 """Runs read back, whole or not."""
 
+import json
 import shutil
 
 import pytest
 
-from penstock.report.runs import exposed, overlap, read_runs
+from penstock.report.page import render
+from penstock.report.runs import SHOWN, exposed, overlap, read_runs
 
 
 def span(lane, start, end):
@@ -34,6 +36,45 @@ def test_a_run_that_is_still_going_is_read_as_far_as_it_is(finished_run, tmp_pat
     assert [row["step"] for row in run.steps] == [1, 2]
     assert not run.ended
     assert run.timeline == {}
+
+
+@pytest.fixture
+def copied_run(finished_run, tmp_path):
+    copy = tmp_path / "copied"
+    shutil.copytree(finished_run, copy, ignore=shutil.ignore_patterns("model", "checkpoints"))
+    return copy
+
+
+@pytest.mark.parametrize("line", [b"{}", b"null", b"[1]", b'"x"', b"\xff\xfe", b'{"step": 3, "eval_loss": "x"}'])
+def test_a_line_that_is_no_row_is_left_out(finished_run, copied_run, line):
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        first, *others = (finished_run / name).read_bytes().splitlines()
+        (copied_run / name).write_bytes(b"\n".join([first, line, *others]))
+    (whole,), (run,) = read_runs([finished_run]), read_runs([copied_run])
+    assert (run.steps, run.evals) == (whole.steps, whole.evals)
+    assert render([run], library="")
+
+
+def test_a_row_whose_numbers_are_not_finite_is_shown_and_one_without_a_time_is_not(finished_run, copied_run):
+    row, *_ = (json.loads(line) for line in (finished_run / "metrics.jsonl").read_text().splitlines())
+    rows = [{**row, "loss": None, "grad_norm": None}, {**row, "step_seconds": None}]
+    (copied_run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run,) = read_runs([copied_run])
+    assert run.steps == rows[:1]
+
+
+@pytest.mark.parametrize("text", ["null", "3", '"x"', "[1]", '{"x": 1}', '[{"x": 1}]'])
+def test_facts_that_are_not_what_they_should_be_are_left_out(copied_run, text):
+    for path in (copied_run / "facts").iterdir():
+        path.write_text(text)
+    (run,) = read_runs([copied_run])
+    assert not any(getattr(run, name) for name in SHOWN)
+    assert "<dt>steps</dt>" in render([run], library="")
+
+
+def test_what_the_page_takes_from_the_facts_is_there(finished_run):
+    (run,) = read_runs([finished_run])
+    assert all(getattr(run, name) for name in SHOWN)
 
 
 def test_runs_of_the_same_name_are_told_apart(finished_run, tmp_path):

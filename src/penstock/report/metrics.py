@@ -249,6 +249,17 @@ def read_row(row: dict[str, Any]) -> StepRow:
 _STEP_FIELDS = {field.name for field in dataclasses.fields(StepRow)}
 
 
+def is_row(row: object, kind: type[StepRow] | type[EvalRow]) -> bool:
+    """Whether a line of a file is a row: numbers, or null for one that was not finite. A time is finite."""
+    fields = dataclasses.fields(kind)
+    not_finite = {field.name for field in fields if field.type == "float"} - {"step_seconds"}
+    return isinstance(row, dict) and all(
+        isinstance(value := row.get(field.name, field.default), int | float)
+        or (value is None and field.name in not_finite)
+        for field in fields
+    )
+
+
 def to_json(record: Any) -> str:
     """A dataclass as one line of JSON, which has no NaN: a number that is not finite is null."""
     return json.dumps(_as_json(record))

@@ -1,12 +1,14 @@
 """A run read back from its directory, for the report.
 
 Whatever the run did not leave is empty, never an error: a report of a run that is still going, or was cut off, shows
-what there is.
+what there is. Whatever is not as a run writes it is left out, as if it were not there.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import yaml
 
 from penstock.checkpoint.places import RECIPE_FILE, check_is_run
 from penstock.report.facts import FACTS
+from penstock.report.metrics import EvalRow, StepRow, is_row
 
 
 @dataclass(frozen=True)
@@ -48,19 +51,38 @@ class RunRecord:
         return bool(self.summary)
 
 
+SHOWN = {
+    "environment": {"started", "device", "processor", "cores", "host_bytes", "system", "python", "cuda", "packages"},
+    "placement": {"unit", "home", "num_bytes"},
+    "timeline": {"step", "seconds", "spans"},
+    "memory": {"place", "part", "num_bytes"},
+    "data": {"source", "data_format", "train", "fingerprint", "samples"},
+    "summary": {"answer"},
+    "plan": {"step_seconds", "gpu_bytes", "host_bytes"},
+}
+"""What the page takes from each of the facts. One without them is damaged."""
+LISTED = ("placement", "memory")
+"""Facts that are many, each with these."""
+
+
+def _is_shown(facts: Any, name: str) -> bool:
+    """Whether facts that were read are such as a run writes."""
+    found = facts if name in LISTED else [facts]
+    return isinstance(found, list) and all(isinstance(one, dict) and SHOWN[name] <= one.keys() for one in found)
+
+
 def read_run(path: Path, name: str) -> RunRecord:
     """Read a run's directory."""
     check_is_run(path)
     recipe = yaml.safe_load((path / RECIPE_FILE).read_text(encoding="utf-8"))
-    names = ("environment", "placement", "timeline", "memory", "data", "summary", "plan")
-    facts = {fact: _json(path / FACTS / f"{fact}.json") for fact in names}
+    facts = {fact: _json(path / FACTS / f"{fact}.json") for fact in SHOWN}
     return RunRecord(
         name=name,
         path=path,
         recipe=recipe,
-        steps=_lines(path / "metrics.jsonl"),
-        evals=_lines(path / "eval.jsonl"),
-        **{fact: value for fact, value in facts.items() if value is not None},
+        steps=[row for row in _lines(path / "metrics.jsonl") if is_row(row, StepRow)],
+        evals=[row for row in _lines(path / "eval.jsonl") if is_row(row, EvalRow)],
+        **{fact: value for fact, value in facts.items() if _is_shown(value, fact)},
     )
 
 
@@ -145,12 +167,8 @@ def _json(path: Path) -> Any:
         return None
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def _lines(path: Path) -> Iterator[Any]:
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:  # the last line of a run that is still writing
-                break
-    return rows
+        for line in path.read_bytes().splitlines():
+            with suppress(ValueError):  # damaged, or the last line of a run that is still writing
+                yield json.loads(line)
