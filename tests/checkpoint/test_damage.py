@@ -4,7 +4,7 @@ import json
 import os
 import pickle
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -363,6 +363,18 @@ def test_a_damaged_model_is_no_bug(server, run):
     shutil.rmtree(run / "model")
     assert server.penstock("export", run, "--to", run / "model").code == 0, "as the message says"
     assert server.penstock("generate", run, "hello", "--device", "cpu").code == 0
+
+
+def test_a_damaged_recipe_is_no_bug_and_what_is_advised_works(server, run, ended_run, tmp_path):
+    (run / "recipe.yaml").write_text("")
+    for command in (["report", run], ["export", run, "--to", tmp_path / "out"]):
+        ended = server.penstock(*command)
+        assert ended.code == 5, ended.text
+        assert f"{run / 'recipe.yaml'}: the run's recipe is damaged" in ended.text
+        assert f"name {checkpoints(run)[-1]}," in ended.text
+    assert server.penstock("export", checkpoints(run)[-1], "--to", tmp_path / "out").code == 0
+    assert server.train(run, *STEPS, "--resume").code == 0
+    assert run_recipe(run) == replace(run_recipe(ended_run), output_dir=str(run))
 
 
 def test_a_run_that_had_ended_keeps_its_facts_when_it_is_resumed(server, run):

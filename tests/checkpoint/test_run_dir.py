@@ -61,6 +61,33 @@ def test_the_recipe_comes_back(tmp_path):
     assert run_recipe(make_run_dir(recipe)) == recipe
 
 
+@pytest.mark.parametrize(
+    ("written", "what"),
+    [
+        (b"", "does not name model and data"),
+        (b"- lr", "does not name model and data"),
+        (b"name: demo\nmod", "cannot be read"),
+        (b"name: demo\nlr: 2e-5", "does not name model and data"),
+        (b": : bad", "cannot be read"),
+        (b"data: 2026-13-45", "cannot be read: month must be"),
+        (b"\xff\xfe", "cannot be read: 'utf-8' codec"),
+    ],
+)
+def test_a_damaged_recipe_is_said_with_what_does_without_it(tmp_path, written, what):
+    run = make_run_dir(Recipe(output_dir=str(tmp_path / "run")))
+    (run / "recipe.yaml").write_bytes(written)
+    with pytest.raises(CheckpointError, match=what) as caught:
+        run_recipe(run)
+    assert caught.value.where == str(run / "recipe.yaml")
+    assert caught.value.remedy.endswith("with --overwrite.")
+    (run / "model").mkdir()
+    with pytest.raises(CheckpointError, match=f"name {run / 'model'}"):
+        run_recipe(run)
+    newest = save(run / "checkpoints", 1, {"state": [whole("x", torch.ones(3))]}, {}, lambda _: None)
+    with pytest.raises(CheckpointError, match=f"--resume.*name {newest.path}"):
+        run_recipe(run)
+
+
 def test_a_run_without_a_model_is_said(tmp_path):
     with pytest.raises(RecipeError, match="not the directory of a run"):
         find_model(tmp_path)

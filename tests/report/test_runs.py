@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from penstock.errors import CheckpointError
 from penstock.report.page import render
 from penstock.report.runs import SHOWN, exposed, overlap, read_runs
 
@@ -75,6 +76,12 @@ def test_facts_that_are_not_what_they_should_be_are_left_out(copied_run, text):
 def test_what_the_page_takes_from_the_facts_is_there(finished_run):
     (run,) = read_runs([finished_run])
     assert all(getattr(run, name) for name in SHOWN)
+
+
+def test_a_damaged_recipe_is_said(copied_run):
+    (copied_run / "recipe.yaml").write_text("")
+    with pytest.raises(CheckpointError, match=r"recipe\.yaml: the run's recipe is damaged"):
+        read_runs([copied_run])
 
 
 def test_runs_of_the_same_name_are_told_apart(finished_run, tmp_path):

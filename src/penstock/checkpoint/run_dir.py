@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -184,5 +185,26 @@ def find_model(run: Path) -> Path:
 
 def run_recipe(run: Path) -> Recipe:
     """The recipe that a run was made with."""
-    path = run / RECIPE_FILE
-    return with_values(Recipe(), yaml.safe_load(path.read_text(encoding="utf-8")), where=str(path))
+    return with_values(Recipe(), recipe_values(run), where=str(run / RECIPE_FILE))
+
+
+def recipe_values(run: Path) -> dict[str, Any]:
+    """The recipe of a run as it was written, perhaps by another version. One that is damaged is refused."""
+    path, newest = run / RECIPE_FILE, find(run / CHECKPOINTS)
+    remedy = "No checkpoint has it either: train the run again, with --overwrite."
+    if newest:
+        remedy = (
+            "The command that began the run writes it again, with --resume. "
+            f"To export or ask the model, name {newest[0]}, which has its own."
+        )
+    elif (run / "model").exists():
+        remedy = f"To export or ask the model, name {run / 'model'}."
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        what = f"the run's recipe cannot be read: {' '.join(str(error).split())}"
+        raise CheckpointError(what, where=str(path), remedy=remedy) from None
+    if not (isinstance(values, dict) and {"model", "data"} <= values.keys()):
+        what = "the run's recipe is damaged: it does not name model and data"
+        raise CheckpointError(what, where=str(path), remedy=remedy)
+    return values

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from penstock.checkpoint.places import RECIPE_FILE, check_is_run
+from penstock.checkpoint.places import check_is_run
+from penstock.checkpoint.run_dir import recipe_values
 from penstock.report.facts import FACTS
 from penstock.report.metrics import EvalRow, StepRow, is_row
 
@@ -74,12 +73,11 @@ def _is_shown(facts: Any, name: str) -> bool:
 def read_run(path: Path, name: str) -> RunRecord:
     """Read a run's directory."""
     check_is_run(path)
-    recipe = yaml.safe_load((path / RECIPE_FILE).read_text(encoding="utf-8"))
     facts = {fact: _json(path / FACTS / f"{fact}.json") for fact in SHOWN}
     return RunRecord(
         name=name,
         path=path,
-        recipe=recipe,
+        recipe=recipe_values(path),
         steps=[row for row in _lines(path / "metrics.jsonl") if is_row(row, StepRow)],
         evals=[row for row in _lines(path / "eval.jsonl") if is_row(row, EvalRow)],
         **{fact: value for fact, value in facts.items() if _is_shown(value, fact)},
