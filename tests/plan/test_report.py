@@ -253,6 +253,20 @@ def test_several_gpus_compute_no_layers_one_by_one(field, word, capsys):
     assert f"{field} = {word}: goes with layers that are computed one by one, on one GPU" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--inputs parked:33", "inputs = parked:33: the model has 32 layers\n  Use parked:32 or a smaller number."),
+        ("--weights 33", "weights = 33: the model has 32 layers\n  Use streamed for all."),
+    ],
+)
+def test_no_more_layers_are_planned_than_the_model_has(flags, message, capsys):
+    words = ["plan", "llama-8b", "--gpu", "rtx4090", "--order", "layers"]
+    assert main([*words, *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+    assert main([*words, *flags.replace("33", "32").split(), "--host-memory", "256GiB"]) == 0
+
+
 @pytest.mark.parametrize(("flags", "count"), [(["--weights", "streamed"], 32), (["--weights", "8"], 8), ([], 0)])
 def test_several_gpus_stream_as_many_layers_as_they_are_told(flags, count, capsys):
     assert main(["plan", "llama-8b", "--gpu", "h100", "--host-memory", "256GiB", "--gpus", "2", *flags]) == 0

@@ -22,7 +22,7 @@ from penstock.plan.predict import Plan, gpu_shortage, predict
 from penstock.plan.rooms import host_reserve, sharing_a_host
 from penstock.plan.solve import Alternative, Free, alternatives, fitting, flags_between, may_stream, solve
 from penstock.recipe.lists import parse_homes, parse_size
-from penstock.recipe.recipe import Recipe, tile_tokens
+from penstock.recipe.recipe import Recipe, check_inputs, tile_tokens
 
 FAR_OFF = 0.3
 """From which difference on a plan's seconds are doubted."""
@@ -197,6 +197,7 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
         remedy = "Use --matmul bf16. It has them for NVIDIA's GPUs from Ada and Hopper on."
         raise RecipeError(what, where="matmul = 'fp8'", remedy=remedy)
     job, machine = job_on(recipe, machine), limited(machine, recipe)
+    check_inputs(recipe, job.architecture.layers)
     if recipe.matmul == "fp8":
         check_fp8(job.architecture, recipe.model)
     recipe = with_recompute(recipe, machine, gpus)

@@ -14,7 +14,7 @@ import typing
 from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
-from penstock.errors import RecipeError, did_you_mean
+from penstock.errors import RecipeError, counted, did_you_mean
 from penstock.recipe.familiar import FAMILIAR, translated
 from penstock.recipe.rules import broken_rules
 
@@ -247,6 +247,13 @@ def _words(text: str) -> list[str]:
 def inputs_every(inputs: str) -> int:
     """Layers from one saved input to the next."""
     return int(inputs.partition(":")[2] or 1)
+
+
+def check_inputs(recipe: Recipe, num_layers: int) -> None:
+    """Refuse `parked:N` of a model with fewer than N layers."""
+    if inputs_every(recipe.inputs) > num_layers:
+        what, remedy = f"the model has {counted(num_layers, 'layer')}", f"Use parked:{num_layers} or a smaller number."
+        raise RecipeError(what, where=f"inputs = {recipe.inputs}", remedy=remedy)
 
 
 def tile_tokens(recipe: Recipe) -> int:

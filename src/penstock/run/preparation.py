@@ -45,7 +45,7 @@ from penstock.model.rope import check_positions
 from penstock.plan.layout import FORMATS
 from penstock.plan.predict import Plan
 from penstock.plan.report import check_one_gpu, make_plan, short, with_recompute
-from penstock.recipe.recipe import Recipe, inputs_every, recompute_by_layer, to_dict
+from penstock.recipe.recipe import Recipe, check_inputs, recompute_by_layer, to_dict
 from penstock.report.console import Console
 from penstock.report.trackers import check_installed
 from penstock.run.row_length import with_length
@@ -93,13 +93,6 @@ def say_what_does_not_hold(recipe: Recipe, world: World) -> None:
     ]
     if others and world.local_rank == 0:
         say_here(f"WARNING: the first machine's settings hold, not what was set here: {', '.join(others)}")
-
-
-def check_inputs(recipe: Recipe, num_layers: int) -> None:
-    """Refuse `parked:N` of a model with fewer than N layers."""
-    if inputs_every(recipe.inputs) > num_layers:
-        what, remedy = f"the model has {counted(num_layers, 'layer')}", f"Use parked:{num_layers} or a smaller number."
-        raise RecipeError(what, where=f"inputs = {recipe.inputs}", remedy=remedy)
 
 
 def prepare_run(
