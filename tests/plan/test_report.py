@@ -138,6 +138,51 @@ def test_so_is_one_where_weights_were_told_what_to_do(words, answer, capsys):
     assert main(shlex.split(error.splitlines()[-1])[1:]) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "answer", "least"),
+    [
+        ("--host-memory 1GiB", "--host-memory 1GiB is too small. Without it this fits", "--host-memory 9GB"),
+        ("--gpu-memory 1GB", "--gpu-memory 1GB is too small. Without it this fits", "--gpu-memory 11GB"),
+        ("--host_memory=1GiB --gpu-memory 1GB", "--host-memory 1GiB and --gpu-memory 1GB are too small", ""),
+        ("--host-memory 1GiB --gpu-memory 80GB", "--host-memory 1GiB is too small. Without it", "--host-memory"),
+        ("--host-memory 1GiB --recompute none --batch-size 32", "--host-memory 1GiB is too small. Without it", ""),
+    ],
+)
+def test_a_limit_that_is_too_small_is_said_and_not_dropped_for_another_gpu(words, answer, least, capsys):
+    assert main(["plan", "llama-8b", "--gpu", "h200", *words.split()]) == 3
+    error = capsys.readouterr().err
+    assert answer in error
+    assert "--gpu h100" not in error, "none fits with that limit either"
+    command = shlex.split(error.splitlines()[-1])
+    assert "--host-memory" not in command
+    assert main(command[1:]) == 0
+    assert ("and from " in error) == bool(least)
+    if least:
+        flag, size = re.search(r"and from (\S+) (\d+)GB on", error).groups()
+        assert f"{flag} {size}GB".startswith(least)
+        assert main([*command[1:], flag, f"{size}GB"]) == 0
+        assert main([*command[1:], flag, f"{int(size) - 1}GB"]) == 3
+
+
+def test_a_limit_of_a_recipes_file_is_lifted_by_a_flag(tmp_path, capsys):
+    (tmp_path / "small.yaml").write_text("preset: llama-8b\ngpu_memory: 1GB\n")
+    assert main(["plan", str(tmp_path / "small.yaml"), "--gpu", "h200"]) == 3
+    assert main(shlex.split(capsys.readouterr().err.splitlines()[-1])[1:]) == 0
+
+
+def test_another_machine_is_advised_with_the_limits_that_were_given(capsys):
+    assert main(["plan", "qwen3-14b", "--gpu", "rtx4090", "--host-memory", "40GiB", "--batch-size", "1"]) == 3
+    command = shlex.split(capsys.readouterr().err.splitlines()[-1])
+    assert command[command.index("--gpu") + 1] == "h200"
+    assert command[command.index("--host-memory") + 1] == "40GiB"
+    assert main(command[1:]) == 0, command
+
+
+def test_where_no_machine_is_large_enough_within_the_limits_they_are_named(capsys):
+    assert main(["plan", "llama-70b", "--gpu", "rtx4090", "--host-memory", "200GiB", "--batch-size", "1"]) == 3
+    assert "large enough with --host-memory 200GiB; give it more, or take a smaller model." in capsys.readouterr().err
+
+
 def test_the_error_counts_as_the_table_does(capsys):
     assert main(["plan", "qwen3-14b", "--gpu", "rtx4090", "--weights", "resident"]) == 3
     out, error = capsys.readouterr()

@@ -260,7 +260,7 @@ def plan(words: list[str]) -> int:
     from penstock.data.run_length import run_length
     from penstock.machine.known import adjusted, find_machine
     from penstock.plan import report
-    from penstock.plan.refusal import refusal
+    from penstock.plan.refusal import Limits, refusal
     from penstock.plan.values import as_json, report_json
 
     def aside(text: str) -> None:
@@ -268,10 +268,8 @@ def plan(words: list[str]) -> int:
 
     if parsed.note:
         aside(parsed.note)
-    limit = "" if recipe.gpu_memory == "auto" else recipe.gpu_memory
-    known = {"host_memory": args.host_memory, "gpu_memory": limit, "link": args.link, "cores": args.cores}
     if args.gpu:
-        machine = find_machine(args.gpu, **known)  # type: ignore[arg-type]
+        machine = find_machine(args.gpu, link=args.link, cores=args.cores)
     else:
         from penstock.bench.this_machine import this_machine, unmeasured_machine
         from penstock.machine.hardware import pci_gpus
@@ -279,7 +277,9 @@ def plan(words: list[str]) -> int:
         if args.remeasure and not pci_gpus():
             aside("there is no GPU here: of a CPU nothing is measured, and no time is predicted")
         here = this_machine(remeasure=args.remeasure, say=aside) if pci_gpus() else unmeasured_machine()
-        machine = adjusted(here, **known)  # type: ignore[arg-type]
+        machine = adjusted(here, link=args.link, cores=args.cores)
+    limits = Limits(recipe, machine, args.host_memory)
+    machine = limits.limited
     if args.all:
         from penstock.plan.matrix import matrix, matrix_lines
 
@@ -297,7 +297,7 @@ def plan(words: list[str]) -> int:
     if found.plan.fits or not args.json:
         print(json.dumps(planned) if args.json else "\n".join(report.lines(found)))
     if not found.plan.fits:
-        refused = refusal(found, ["penstock", "plan" if args.gpu else "train", *words])
+        refused = refusal(found, ["penstock", "plan" if args.gpu or args.host_memory else "train", *words], limits)
         refused.found = planned
         raise refused
     return 0

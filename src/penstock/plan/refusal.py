@@ -3,18 +3,70 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from penstock.errors import DoesNotFit
-from penstock.machine.known import MACHINES
+from penstock.machine.known import MACHINES, Machine, adjusted
 from penstock.plan.layout import Buffer
 from penstock.plan.predict import Plan, gpu_shortage
-from penstock.plan.report import Report
-from penstock.plan.solve import TRADES, cheapest_change, flags_between, solve
+from penstock.plan.report import Report, make_plan
+from penstock.plan.solve import TRADES, Alternative, cheapest_change, flags_between, solve
+from penstock.recipe.recipe import Recipe
 
 
-def refusal(report: Report, command: Sequence[str]) -> DoesNotFit:
+@dataclass(frozen=True)
+class Limits:
+    """What the user said of memory. Advice that drops it without a word would not fit where it is given again."""
+
+    recipe: Recipe
+    """Whose `gpu_memory` is one of them."""
+    machine: Machine
+    """Without them."""
+    host_memory: str = ""
+
+    @property
+    def gpu_memory(self) -> str:
+        """As it was said; empty for none."""
+        return "" if self.recipe.gpu_memory == "auto" else self.recipe.gpu_memory
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Those that were given."""
+        said = {"--host-memory": self.host_memory, "--gpu-memory": self.gpu_memory}
+        return tuple(f"{flag} {value}" for flag, value in said.items() if value)
+
+    @property
+    def limited(self) -> Machine:
+        """The machine with them."""
+        return adjusted(self.machine, host_memory=self.host_memory, gpu_memory=self.gpu_memory)
+
+    def others(self) -> Iterator[Machine]:
+        """Other machines with them. Of one memory for both they say nothing, and no GPU grows by a limit."""
+        for machine in MACHINES.values():
+            if machine.name == self.machine.name or (self.flags and machine.unified):
+                continue
+            other = replace(self, machine=machine).limited
+            if other.gpu_bytes <= machine.gpu_bytes:
+                yield other
+
+    def fewer(self) -> list[Limits]:
+        """Without one of them, then without any."""
+        host, gpu = self.host_memory, self.gpu_memory
+        one = [self.said("", gpu)] * bool(host) + [self.said(host, "")] * bool(gpu)
+        return [*one, self.said("", "")] if len(one) == 2 else one
+
+    def said(self, host_memory: str, gpu_memory: str) -> Limits:
+        """Others in their place."""
+        return replace(self, recipe=replace(self.recipe, gpu_memory=gpu_memory or "auto"), host_memory=host_memory)
+
+    def plan(self, gpus: int) -> Plan:
+        """The recipe within them."""
+        return make_plan(self.recipe, self.limited, gpus)
+
+
+def refusal(report: Report, command: Sequence[str], limits: Limits) -> DoesNotFit:
     """Exit 3: the largest parts, and the cheapest change that fits, to paste. `command`: the words typed so far."""
     plan = report.plan
     short = gpu_shortage(plan.job, plan.settings, plan.machine) if plan.settings.by_layer and plan.gpus == 1 else 0.0
@@ -39,7 +91,7 @@ def refusal(report: Report, command: Sequence[str]) -> DoesNotFit:
     if change is not None:
         trade = f" (it changes: {change.trades})" if change.trades else " (the same mathematics)"
         return DoesNotFit(what, where=report.name, remedy=f"This fits{trade}:\n    {with_flags(command, change.flags)}")
-    return DoesNotFit(what, where=report.name, remedy=_elsewhere(plan, command))
+    return DoesNotFit(what, where=report.name, remedy=_elsewhere(plan, command, limits))
 
 
 def _streaming(plan: Plan) -> str:
@@ -48,9 +100,48 @@ def _streaming(plan: Plan) -> str:
     return f"the weights of {count} of {layers} layers and " if 0 < count < layers else "weights and " if count else ""
 
 
-def _elsewhere(plan: Plan, command: Sequence[str]) -> str:
-    """More GPUs of the kind, or another machine, with what else must change there."""
+def _elsewhere(plan: Plan, command: Sequence[str], limits: Limits) -> str:
+    """The machine without a limit; more GPUs of the kind, or another machine, with the limits and what else changes."""
     words = ["penstock", "plan", *command[2:]]
+    here = _without_limits(plan, words, limits)
+    there = _more_gpus(plan, words) or _other_machine(plan, words, limits)
+    within = f" with {' and '.join(limits.flags)}; give it more, or" if limits.flags else ";"
+    nowhere = f"No machine that is known here is large enough{within} take a smaller model."
+    return "\n  ".join(filter(None, (here, there))) or nowhere
+
+
+def _without_limits(plan: Plan, words: Sequence[str], limits: Limits) -> str:
+    """The machine without the limit that is too small. Where one alone is not, without any, and with other changes."""
+    tried = [(fewer, fewer.plan(plan.gpus)) for fewer in limits.fewer()]
+    if not tried:
+        return ""
+    fewer, free = next((way for way in tried if way[1].fits), tried[-1])
+    change = Alternative(free, ()) if free.fits else cheapest_change(free)
+    if change is None:
+        return ""
+    left_out = [flag for flag in limits.flags if flag not in fewer.flags]
+    flags = list(change.flags)
+    if limits.gpu_memory and not fewer.gpu_memory:
+        flags.insert(0, "--gpu-memory auto")  # a recipe's file may have another
+    kept = words if fewer.host_memory else without_flags(words, ("--host-memory",))
+    is_, it = ("is", "it") if len(left_out) == 1 else ("are", "them")
+    least = _least(limits, fewer, plan.gpus) if free.fits and len(left_out) == 1 else ""
+    trade = f" (it changes: {change.trades})" if change.trades else least
+    return f"{' and '.join(left_out)} {is_} too small. Without {it} this fits{trade}:\n    {with_flags(kept, flags)}"
+
+
+def _least(limits: Limits, fewer: Limits, gpus: int) -> str:
+    """From which size on the limit that is left out is enough; empty if only all that the machine has is."""
+    is_host = limits.host_memory != fewer.host_memory
+    has = fewer.machine.host_bytes if is_host else fewer.machine.gpu_bytes
+    sizes = [f"{number}GB" for number in range(1, has // 10**9)]
+    ways = [fewer.said(size, fewer.gpu_memory) if is_host else fewer.said(fewer.host_memory, size) for size in sizes]
+    number = bisect_left(ways, True, key=lambda way: way.plan(gpus).fits)
+    return f", and from --{'host' if is_host else 'gpu'}-memory {sizes[number]} on" if number < len(sizes) else ""
+
+
+def _more_gpus(plan: Plan, words: Sequence[str]) -> str:
+    """As many GPUs of the kind as are enough, if any number is."""
     row_by_row = replace(plan.job, order="auto", inputs="auto", tile="auto")  # as several GPUs compute
     for gpus in (2, 4, 8) if plan.machine.has_gpu else ():
         found = solve(row_by_row, plan.machine, gpus) if plan.gpus < gpus <= plan.job.batch_size else None
@@ -58,14 +149,18 @@ def _elsewhere(plan: Plan, command: Sequence[str]) -> str:
             kept = without_flags(words, ("--order", "--inputs", "--tile"))
             text = with_flags(kept, (f"--gpus {gpus}", *flags_between(plan, found)))
             return f"{gpus} of these GPUs are enough{_trade(plan, found)}:\n    {text}"
-    able = [m for m in MACHINES.values() if plan.job.matmul != "fp8" or m.fp8_flops_per_s]
-    others = {m.name: solve(plan.job, m, plan.gpus) for m in able if m.name != plan.machine.name}
-    fitting = {name: found for name, found in others.items() if found is not None}
+    return ""
+
+
+def _other_machine(plan: Plan, words: Sequence[str], limits: Limits) -> str:
+    """Those that are known and large enough, if any is."""
+    able = [m for m in limits.others() if plan.job.matmul != "fp8" or m.fp8_flops_per_s]
+    fitting = {m.name: found for m in able if (found := solve(plan.job, m, plan.gpus)) is not None}
     if not fitting:
-        return "No machine that is known here is large enough; take a smaller model."
+        return ""
     name, found = next(iter(fitting.items()))
-    words = without_flags(words, ("--host-memory", "--gpu-memory", "--link", "--cores"))
-    text = with_flags(words, (f"--gpu {name}", *flags_between(plan, found)))
+    kept = without_flags(words, ("--link", "--cores"))
+    text = with_flags(kept, (f"--gpu {name}", *flags_between(plan, found)))
     why = "No number of these GPUs up to a row each is enough" if plan.machine.has_gpu else "This machine has no GPU"
     return f"{why}. It fits {', '.join(fitting)}{_trade(plan, found)}:\n    {text}"
 
@@ -89,8 +184,9 @@ def without_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
     for word in words:
         if skip and not word.startswith("--"):
             continue
-        skip = word in names
-        if not skip and word.split("=")[0] not in names:
+        flag = word.partition("=")[0].replace("_", "-") if word.startswith("--") else word
+        skip = flag in names and "=" not in word
+        if flag not in names:
             found.append(word)
     return found
 

@@ -85,8 +85,10 @@ def plans(job: Job, machine: Machine, gpus: int, free: Free = EVERYTHING) -> Ite
 def _could_fit(job: Job, machine: Machine, gpus: int, format: StateFormat) -> bool:
     """Whether a rank's weights and state alone are less than both of its memories: then settings are worth trying."""
     room, b = rooms(job, machine, gpus), job.dtype_bytes
+    if min(room.gpu_bytes, room.host_bytes) < 0:
+        return False
     share = job.architecture.num_parameters() / gpus
-    return share * (b + format.bytes_per_element(b)) < max(0.0, room.gpu_bytes) + max(0.0, room.host_bytes)
+    return share * (b + format.bytes_per_element(b)) < room.gpu_bytes + room.host_bytes
 
 
 def _in_order(found: Iterable[Plan]) -> Iterator[Plan]:
