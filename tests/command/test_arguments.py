@@ -1,6 +1,7 @@
 """Words of a command line, and what they become."""
 
 import dataclasses
+import shlex
 
 import pytest
 
@@ -13,6 +14,7 @@ from penstock.command.arguments import (
     with_value,
     without_local_rank,
 )
+from penstock.command.cli import main
 from penstock.recipe.file import find_recipe, for_model
 from penstock.recipe.presets import PRESETS
 
@@ -89,6 +91,25 @@ def test_a_model_beside_a_preset_says_what_is_borrowed(as_file, tmp_path):
         "batch_size 4, epochs 8, warmup 0.05, prompt What is the capital of Italy?"
     )
     assert parse_with_recipe(TrainArgs, "train", ["llama-8b", "--lr", "1e-4"]).note == ""
+
+
+@pytest.mark.parametrize("command", ["train", "data", "bench", "plan"])
+def test_a_recipe_after_flags_is_told_where_it_belongs(command, capsys):
+    for flags, rest in (
+        (["--lr", "1e-5"], []),
+        (["--no-packing"], ["--json"]),
+        (["--lr=1e-5"], ["--data", "my set.jsonl"]),
+    ):
+        for recipe in ("llama-70b", "mine.yaml"):
+            assert main([command, *flags, recipe, *rest]) == 2
+            said = capsys.readouterr().err
+            assert f"{recipe}: a preset or a recipe's file comes before all flags" in said
+            assert said.splitlines()[-1].strip() == shlex.join(["penstock", command, recipe, *flags, *rest])
+
+
+@pytest.mark.parametrize("words", [["--model", "demo"], ["--json", "--name", "llama-8b"], ["--data", "demo"]])
+def test_the_value_of_a_flag_is_no_recipe(words):
+    assert parse_with_recipe(TrainArgs, "train", words).args.recipe.model == "demo"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ hand would say every name, type and default twice. Nothing heavy is imported, so
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import shlex
 from collections.abc import Mapping
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -16,6 +18,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 from penstock.errors import RecipeError, did_you_mean
 from penstock.recipe.familiar import FAMILIAR, translated
 from penstock.recipe.file import Found, all_of_own_data, borrowed, find_recipe, for_model
+from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import FIELDS, Recipe
 
 Flag = Annotated[bool, FlagCreatePairsOff]
@@ -237,6 +240,8 @@ class Parsed(Generic[Args]):
 def parse_with_recipe(kind: type[Args], command: str, words: list[str], **changes: Any) -> Parsed[Args]:
     """Flags over YAML over preset: the recipe that is named, with `changes`, becomes the default of every flag."""
     named = bool(words) and not words[0].startswith("-")
+    if not named:
+        _refuse_late_recipe(kind, command, words)
     found = find_recipe(words[0]) if named else _unnamed(words)
     refuse_familiar(words, {field.name for field in dataclasses.fields(kind)} | set(FIELDS))
     base = dataclasses.replace(found.recipe, **changes)
@@ -247,6 +252,19 @@ def parse_with_recipe(kind: type[Args], command: str, words: list[str], **change
     if not found.has_share and _value(words, "data-percent") is None:
         args = dataclasses.replace(args, recipe=all_of_own_data(args.recipe, base))
     return Parsed(args, borrowed(found, args.recipe))
+
+
+def _refuse_late_recipe(kind: type[RecipeArgs], command: str, words: list[str]) -> None:
+    """A recipe after flags is an unknown option to tyro, and its flags would have had another one's defaults."""
+    fields = [*dataclasses.fields(kind), *FIELDS.values()]
+    switches = {field.name for field in fields if field.type in ("bool", "Flag")}
+    for place, (before, word) in enumerate(itertools.pairwise(words), start=1):
+        name = before.removeprefix("--").removeprefix("no-").replace("-", "_")
+        is_value = before.startswith("--") and "=" not in before and name not in switches
+        is_recipe = word in PRESETS or word.endswith((".yaml", ".yml"))
+        if is_recipe and not is_value and not {"-h", "--help"} & set(words):
+            ordered = shlex.join(["penstock", command, word, *words[:place], *words[place + 1 :]])
+            raise RecipeError("a preset or a recipe's file comes before all flags", where=word, remedy=ordered)
 
 
 def refuse_familiar(words: list[str], known: set[str]) -> None:
