@@ -334,6 +334,30 @@ def test_the_plan_is_not_taken_for_another_engines(capsys):
     assert "of DeepSpeed nothing is predicted" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["llama-8b"], ["--batch-size", "8"], ["--gpus", "2"]])
+def test_every_preset_and_one_in_particular_are_not_planned_at_once(words, capsys):
+    assert main(["plan", *words, "--all", "--gpu", "h200"]) == 2
+    assert "--all: plans every preset as it is, on 1, 2 and 4 GPUs" in capsys.readouterr().err
+
+
+def test_a_limit_goes_with_every_preset(monkeypatch, capsys):
+    monkeypatch.setattr("penstock.plan.matrix.matrix", lambda machine: [])
+    assert main(["plan", "--all", "--gpu", "h200", "--gpu-memory", "24GB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_a_file_that_is_not_here_is_named_where_the_length_would_be(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["plan", "llama-8b", "--gpu", "h200", "--data"]
+    assert main([*words, "nosuch.jsonl"]) == 0
+    assert "Whole run: nosuch.jsonl is not here, so its length is not known" in capsys.readouterr().out
+    (tmp_path / "nosuchy.jsonl").write_text("")
+    assert main([*words, "nosuch.jsonl"]) == 0
+    assert "nosuch.jsonl is not here (Did you mean nosuchy.jsonl?), so" in capsys.readouterr().out
+    assert main([*words, "some/set"]) == 0
+    assert "Whole run: the data is not here, so" in capsys.readouterr().out
+
+
 def test_bench_does_not_ignore_another_engine(capsys):
     assert main(["bench", "demo", "--engine", "deepspeed"]) == 2
     assert "--against deepspeed" in capsys.readouterr().err

@@ -257,7 +257,7 @@ def plan(words: list[str]) -> int:
         )
     if args.gpus < 1:
         raise RecipeError("must be at least 1", where=f"--gpus {args.gpus}", remedy="1 is the default.")
-    from penstock.data.run_length import run_length
+    from penstock.data.run_length import run_length, why_unknown
     from penstock.machine.known import adjusted, find_machine
     from penstock.plan import report
     from penstock.plan.refusal import Limits, refusal
@@ -281,6 +281,7 @@ def plan(words: list[str]) -> int:
     limits = Limits(recipe, machine, args.host_memory)
     machine = limits.limited
     if args.all:
+        _check_all(args, words)
         from penstock.plan.matrix import matrix, matrix_lines
 
         cells = matrix(machine)
@@ -292,7 +293,7 @@ def plan(words: list[str]) -> int:
 
         recipe = with_length_if_known(recipe, machine, args.gpus, aside)
     length = run_length(recipe) if recipe.data else None
-    found = report.make_report(recipe, machine, args.gpus, best=args.best, length=length)
+    found = report.make_report(recipe, machine, args.gpus, best=args.best, length=length, unknown=why_unknown(recipe))
     planned = report_json(found)
     if found.plan.fits or not args.json:
         print(json.dumps(planned) if args.json else "\n".join(report.lines(found)))
@@ -301,6 +302,14 @@ def plan(words: list[str]) -> int:
         refused.found = planned
         raise refused
     return 0
+
+
+def _check_all(args: PlanArgs, words: list[str]) -> None:
+    """Refuse what `plan --all` would ignore: presets are planned as they are, whichever is named."""
+    asked = dataclasses.replace(args.recipe, gpu_memory="auto")
+    if not words[0].startswith("-") or asked != dataclasses.replace(PRESETS["demo"], init="random") or args.gpus > 1:
+        what, remedy = "plans every preset as it is, on 1, 2 and 4 GPUs", "Leave it out, or the recipe and its flags."
+        raise RecipeError(what, where="--all", remedy=remedy)
 
 
 def doctor(words: list[str]) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.files import file_kind, read_file
+from penstock.data.names import looks_like_hub, near
 from penstock.data.source import local_files
 from penstock.plan.report import RunLength
 from penstock.recipe.lists import parse_parts
@@ -51,6 +52,15 @@ def run_length(recipe: Recipe) -> RunLength | None:
     if recipe.max_steps and recipe.max_steps < steps:
         return _fixed(recipe, counted.attended)
     return RunLength(steps, int(counted.tokens * share * recipe.epochs), how, counted.attended)
+
+
+def why_unknown(recipe: Recipe) -> str:
+    """Why there is no length. A file that is not here may be on the machine that is planned, or its name is wrong."""
+    for part in parse_parts(recipe.data) or ():
+        if not looks_like_hub(part.name) and not Path(part.name).expanduser().exists():
+            suggestion = near(part.name).strip()
+            return f"{part.name} is not here{f' ({suggestion})' if suggestion else ''}"
+    return "the data is not here"
 
 
 def _fixed(recipe: Recipe, attended: float = 0.0) -> RunLength | None:

@@ -53,6 +53,8 @@ class Report:
     flags: tuple[str, ...] = ()
     """What the solver changed in the recipe, if it was free to."""
     note: str = ""
+    unknown: str = "the data is not here"
+    """Why there is no length, if there is none."""
 
     @cached_property
     def step_seconds(self) -> float:
@@ -210,7 +212,13 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
 
 
 def make_report(
-    recipe: Recipe, machine: Machine, gpus: int = 1, *, best: bool = False, length: RunLength | None = None
+    recipe: Recipe,
+    machine: Machine,
+    gpus: int = 1,
+    *,
+    best: bool = False,
+    length: RunLength | None = None,
+    unknown: str = Report.unknown,
 ) -> Report:
     """The plan, the whole run, and what else could be done. `best`: format, micro-batch and recompute are free."""
     stated = plan = make_plan(recipe, machine, gpus)
@@ -219,7 +227,7 @@ def make_report(
     found = alternatives(plan) if plan.fits else []
     others = tuple(replace(other, flags=flags_between(stated, other.plan)) for other in found)
     note = check_rope(plan.job.architecture, recipe)
-    return Report(recipe.name, plan, length, others, flags_between(stated, plan), note)
+    return Report(recipe.name, plan, length, others, flags_between(stated, plan), note, unknown)
 
 
 def headline(plan: Plan) -> str:
@@ -338,7 +346,7 @@ def _time(plan: Plan, report: Report) -> list[str]:
         f"Speed: {plan.tokens_per_s:,.0f} tokens/s, {plan.tflops:,.3g} model TFLOP/s a GPU",
     ]
     if length is None:
-        return [*found, "Whole run: the data is not here, so its length is not known; --max-steps would fix it"]
+        return [*found, f"Whole run: {report.unknown}, so its length is not known; --max-steps would fix it"]
     if abs(report.step_seconds / s.step - 1) > ANOTHER:
         found.append(
             f"  with these examples: {report.step_seconds:.3f} s a step; the above is of one that fills its row"
