@@ -28,7 +28,10 @@ elif ! "$python" -c "$is_preset" "$what"; then
   recipe=llama-8b
 fi
 flags=(--name "$name-$mode" --gpus "$gpus" --engine "$engine" --mode "$mode" --batch-size "$batch_size")
-if [[ $recipe != "$what" ]]; then flags+=(--model "$what" --offload-ratio 0.9); fi
+if [[ $recipe != "$what" ]]; then
+  flags+=(--model "$what")
+  if [[ $engine == deepspeed ]]; then flags+=(--offload-ratio 0.9); fi
+fi
 # The reference gives a ratio to SuperOffload only; its ZeRO-Offload keeps all state on the host.
 if [[ $engine == deepspeed && $mode == zerooffload ]]; then flags+=(--offload-ratio 1); fi
 

@@ -191,8 +191,11 @@ def test_any_model_and_any_recipe_can_be_launched_with_a_clean_name(scripts, com
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert f"  name: My-Model-8B-superoffload\n  output_dir: {log.with_suffix('')}\n" in printed
-    for line in (f"model: {model}", "lr: 1.0e-05", "offload_ratio: 0.9", "batch_size: 2", "epochs: 1.0"):
+    for line in (f"model: {model}", "lr: 1.0e-05", "batch_size: 2", "epochs: 1.0"):
         assert f"{line}\n" in printed
+    assert "--offload-ratio" not in words, "DeepSpeed's"
+    words, _ = command_of("finetune.sh", "Qwen/Qwen3-4B", "1", "superoffload", ENGINE="deepspeed")
+    assert words[words.index("--offload-ratio") + 1] == "0.9"
     words, log = command_of("finetune.sh", "Qwen/Qwen3-8B", "1", "superoffload")
     assert (words[words.index("--model") + 1], log.name) == ("Qwen/Qwen3-8B", "Qwen3-8B_superoffload_output.log")
 

@@ -93,6 +93,16 @@ def test_a_model_beside_a_preset_says_what_is_borrowed(as_file, tmp_path):
     assert parse_with_recipe(TrainArgs, "train", ["llama-8b", "--lr", "1e-4"]).note == ""
 
 
+@pytest.mark.parametrize("flag", ["--offload-ratio=0.5", "--bucket-size=5", "--offload_ratio=0.5"])
+def test_what_only_deepspeed_reads_is_refused_of_the_command_line_alone(flag, capsys):
+    """Presets have its values, and so has the recipe that a run of ours leaves behind."""
+    assert main(["train", "llama-8b", flag, "--dry-run"]) == 2
+    name = flag.partition("=")[0].replace("_", "-")
+    assert f"{name}: only the engine deepspeed knows it" in capsys.readouterr().err
+    args = parse_with_recipe(TrainArgs, "train", ["llama-8b", flag, "--engine", "deepspeed"]).args
+    assert 0.5 in (args.recipe.offload_ratio, args.recipe.bucket_size / 10)
+
+
 @pytest.mark.parametrize("command", ["train", "data", "bench", "plan"])
 def test_a_recipe_after_flags_is_told_where_it_belongs(command, capsys):
     for flags, rest in (

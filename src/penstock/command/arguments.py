@@ -249,6 +249,7 @@ def parse_with_recipe(kind: type[Args], command: str, words: list[str], **change
     words = with_value(words, "--split-documents", "blank-lines")
     words, prog = words[1:] if named else words, f"penstock {command}{shown}"
     args = tyro.cli(kind, default=kind(recipe=base), args=words, prog=prog, registry=_REGISTRY)
+    _refuse_deepspeeds(words, args.recipe)
     if not found.has_share and _value(words, "data-percent") is None:
         args = dataclasses.replace(args, recipe=all_of_own_data(args.recipe, base))
     return Parsed(args, borrowed(found, args.recipe))
@@ -265,6 +266,14 @@ def _refuse_late_recipe(kind: type[RecipeArgs], command: str, words: list[str]) 
         if is_recipe and not is_value and not {"-h", "--help"} & set(words):
             ordered = shlex.join(["penstock", command, word, *words[:place], *words[place + 1 :]])
             raise RecipeError("a preset or a recipe's file comes before all flags", where=word, remedy=ordered)
+
+
+def _refuse_deepspeeds(words: list[str], recipe: Recipe) -> None:
+    """Refuse flags that only DeepSpeed reads. No rule of a recipe does: presets have its values for either engine."""
+    for name in ("offload-ratio", "bucket-size") if recipe.engine == "penstock" else ():
+        if _value(words, name) is not None:
+            remedy = "Leave it out, or add --engine deepspeed."
+            raise RecipeError("only the engine deepspeed knows it", where=f"--{name}", remedy=remedy)
 
 
 def refuse_familiar(words: list[str], known: set[str]) -> None:
