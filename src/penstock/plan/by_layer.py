@@ -349,6 +349,8 @@ def split_layers(
         exposed = exposed_with(here - host - gpu, host, with_weights, in_place)
         if exposed < least - 1e-9:
             best, least = (gpu, here - host - gpu, host, with_weights, in_place), exposed
+        if least <= 0:
+            break
     if best is None:
         return None
     gpu, stream, host, with_weights, in_place = best

@@ -295,14 +295,14 @@ def state_buffers(
     if resident:
         found.append(Buffer("resident state", device, sum(chunk.state_bytes for chunk in resident)))
     if travelling:
-        arena = sum(padded(chunk.state_bytes) for chunk in travelling)
+        arena = _arena_bytes(travelling)
         kinds = {(chunk.size, chunk.parameter in streamed): chunk for chunk in travelling}  # thousands, of few sizes
         slot = max(_slot_bytes(chunk, beside=beside) for (_, beside), chunk in kinds.items())
         found.append(Buffer("streamed state", "host", max(ALIGNMENT, arena)))
         found.append(Buffer("staging", device, NUM_SLOTS * slot))
     if on_host:
         copies = sum(padded(chunk.copy_bytes) for chunk in on_host if chunk.parameter not in streamed)
-        arena = sum(padded(chunk.state_bytes) for chunk in on_host)
+        arena = _arena_bytes(on_host)
         found.append(Buffer("host state", "host", max(ALIGNMENT, arena)))
         if copies and on_gpu:
             found.append(Buffer("pinned copies", "host", copies if in_backward else 2 * copies))
@@ -313,6 +313,12 @@ def state_buffers(
     if landings and on_gpu:
         found.append(Buffer("gradient landings", "host", landings))
     return found
+
+
+def _arena_bytes(chunks: Sequence[Chunk]) -> int:
+    """State of chunks, which are thousands of few sizes."""
+    kinds = Counter((chunk.size, chunk.weight_bytes) for chunk in chunks)
+    return sum(count * padded(chunks[0].format.num_bytes(*kind)) for kind, count in kinds.items())
 
 
 def _slot_bytes(chunk: Chunk, *, beside: bool) -> int:

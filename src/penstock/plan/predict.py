@@ -236,12 +236,13 @@ class _Rank:
 def _rank(job: Job, work: Work, machine: Machine, gpus: int) -> _Rank:
     """`work`: of a micro-batch."""
     a, rows = job.architecture, -(-job.batch_size // gpus)
-    sharers = 1 if machine.has_gpu else gpus
-    rank = replace(
-        machine,
-        matrix_flops_per_s=machine.matrix_flops_per_s / sharers,
-        device_memory_bytes_per_s=machine.device_memory_bytes_per_s / sharers,
-    )
+    rank = machine
+    if gpus > 1 and not machine.has_gpu:  # they share its cores
+        rank = replace(
+            machine,
+            matrix_flops_per_s=machine.matrix_flops_per_s / gpus,
+            device_memory_bytes_per_s=machine.device_memory_bytes_per_s / gpus,
+        )
     all_rows = replace(work, rows=rows, passes=-(-rows // work.rows))
     step, one = (speed.arithmetic(a, w, rank, gpus) for w in (all_rows, work))
     return _Rank(rank, a.num_parameters() / gpus, rows, work.rows, step, one, peaks(a, work, gpus))
