@@ -188,6 +188,7 @@ def test_with_json_a_failure_is_an_object_too(words, code, what, tmp_path, monke
         ("learning_rate: 1\n", "unknown key 'learning_rate'"),
         ("- 1\n", "must hold `field: value` lines"),
         ("lr: [\n", "is not YAML"),
+        ("name: 2024-13-45\n", "is not YAML"),
         ("preset: [demo]\n", r"preset: \['demo'\] is not a name"),
         ("preset: lama\n", "there is no preset 'lama'"),
         ("batch_size: many\n", "'many' is not a whole number"),

@@ -55,7 +55,7 @@ def find_recipe(name: str) -> Found:
         raise RecipeError(
             f"cannot be read ({error.strerror})", where=name, remedy="Check the path of the recipe."
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # letters that are none, a day that no month has
         what = f"is not YAML: {' '.join(str(error).split())}"
         raise RecipeError(what, where=name, remedy="It holds lines such as lr: 2e-5, each field once.") from None
     if not isinstance(values, dict):
