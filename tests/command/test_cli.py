@@ -335,6 +335,11 @@ def test_the_plan_is_not_taken_for_another_engines(capsys):
     assert "of DeepSpeed nothing is predicted" in capsys.readouterr().err
 
 
+def test_a_gpu_is_not_planned_for_a_cpu(capsys):
+    assert main(["plan", "demo", "--device", "cpu", "--gpu", "h200"]) == 2
+    assert "--gpu h200, device = cpu: plans for a GPU" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["llama-8b"], ["--batch-size", "8"], ["--gpus", "2"]])
 def test_every_preset_and_one_in_particular_are_not_planned_at_once(words, capsys):
     assert main(["plan", *words, "--all", "--gpu", "h200"]) == 2

@@ -164,6 +164,13 @@ def test_directories_that_are_splits(write, tmp_path):
     assert texts(tmp_path / "set", "validation") == ["row 3", "row 4"]
 
 
+def test_a_split_that_is_alone_is_meant_unless_another_is_asked_for(write, tmp_path):
+    write(ROWS, "set/validation.jsonl")
+    assert len(texts(tmp_path / "set")) == 5
+    with pytest.raises(DataError, match="no files of the split 'held-out'"):
+        texts(tmp_path / "set", "held-out")
+
+
 @pytest.mark.parametrize(
     ("names", "says"),
     [

@@ -447,15 +447,16 @@ def test_advice_keeps_examples_whole_before_it_cuts_them(capsys):
     assert main(command[1:]) == 0, "what is advised fits"
 
 
-def test_without_a_gpu_no_time_is_predicted(monkeypatch, capsys):
-    monkeypatch.setattr("penstock.machine.hardware.pci_gpus", list)
+@pytest.mark.parametrize(("gpus", "words"), [([], ["demo"]), (["a GPU"], ["demo", "--device", "cpu"])])
+def test_without_a_gpu_no_time_is_predicted(monkeypatch, capsys, gpus, words):
+    monkeypatch.setattr("penstock.machine.hardware.pci_gpus", lambda: gpus)
     monkeypatch.setattr("penstock.bench.this_machine.measure", None)  # nothing is measured either
-    assert main(["plan", "demo"]) == 0
+    assert main(["plan", *words]) == 0
     said = capsys.readouterr().out
     assert "Time: not predicted without a GPU" in said
     assert "Whole run: 88 steps" in said
     assert not re.search(r"tokens/s|Step:| s \(", said)
-    assert main(["plan", "demo", "--json", "--remeasure"]) == 0
+    assert main(["plan", *words, "--json", "--remeasure"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert (found["seconds"], found["tokens_per_s"], found["model_tflops"]) == (None, None, None)

@@ -268,15 +268,20 @@ def plan(words: list[str]) -> int:
 
     if parsed.note:
         aside(parsed.note)
+    on_gpu = recipe.device != "cpu"
+    if args.gpu and not on_gpu:
+        what, remedy = "plans for a GPU, not for a CPU", "Add --device auto, or leave --gpu out."
+        raise RecipeError(what, where=f"--gpu {args.gpu}, device = cpu", remedy=remedy)
     if args.gpu:
         machine = find_machine(args.gpu, link=args.link, cores=args.cores)
     else:
         from penstock.bench.this_machine import this_machine, unmeasured_machine
         from penstock.machine.hardware import pci_gpus
 
-        if args.remeasure and not pci_gpus():
-            aside("there is no GPU here: of a CPU nothing is measured, and no time is predicted")
-        here = this_machine(remeasure=args.remeasure, say=aside) if pci_gpus() else unmeasured_machine()
+        on_gpu = bool(on_gpu and pci_gpus())
+        if args.remeasure and not on_gpu:
+            aside("of a CPU nothing is measured, and no time is predicted")
+        here = this_machine(remeasure=args.remeasure, say=aside) if on_gpu else unmeasured_machine()
         machine = adjusted(here, link=args.link, cores=args.cores)
     limits = Limits(recipe, machine, args.host_memory)
     machine = limits.limited

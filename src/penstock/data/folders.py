@@ -21,6 +21,8 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+_DEFAULTS = ("train", "test")
+"""Splits that a recipe asks for if nobody says another."""
 _WORD = re.compile(r"[-._\s\d]+")
 
 
@@ -32,8 +34,8 @@ class Folder:
     splits: dict[str, tuple[Path, ...]]
 
     def choose(self, split: str) -> tuple[Path, ...]:
-        """The files of a split. One that is alone is meant, whatever it is called."""
-        if len(self.splits) == 1:
+        """The files of a split. One that is alone is meant, whatever it is called, unless another was asked for."""
+        if len(self.splits) == 1 and (split in _DEFAULTS or "" in self.splits):
             return next(iter(self.splits.values()))
         if "" in self.splits:
             others = ", ".join(path.name for path in self.splits[""][:3])

@@ -49,6 +49,7 @@ from penstock.recipe.recipe import Recipe, check_inputs, recompute_by_layer, to_
 from penstock.report.console import Console
 from penstock.report.trackers import check_installed
 from penstock.run.row_length import with_length
+from penstock.run.unused import unused
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ def prepare_run(
     check_one_gpu(recipe, num_ranks)
     say_what_does_not_hold(recipe, world)
     recipe = settle(recipe, console)
+    for line in unused(recipe):
+        console.say(f"WARNING: {line}")
     if warning := check_deepspeed(recipe, device, world, resume=resume):
         console.say(f"WARNING: {warning}")
     recipe = replace(recipe, keep=recipe.keep if can_save(recipe) else 0)
