@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from penstock.command.cli import main
 from penstock.errors import CheckpointError
 from penstock.report.page import render
 from penstock.report.runs import SHOWN, exposed, overlap, read_runs
@@ -35,6 +36,7 @@ def test_a_run_that_is_still_going_is_read_as_far_as_it_is(finished_run, tmp_pat
     (copy / "metrics.jsonl").write_text("\n".join(lines[:2]) + '\n{"step": 3, "lo')
     (run,) = read_runs([copy])
     assert [row["step"] for row in run.steps] == [1, 2]
+    assert run.left_out == [], "a line that is being written is not damaged"
     assert not run.ended
     assert run.timeline == {}
 
@@ -50,10 +52,11 @@ def copied_run(finished_run, tmp_path):
 def test_a_line_that_is_no_row_is_left_out(finished_run, copied_run, line):
     for name in ("metrics.jsonl", "eval.jsonl"):
         first, *others = (finished_run / name).read_bytes().splitlines()
-        (copied_run / name).write_bytes(b"\n".join([first, line, *others]))
+        (copied_run / name).write_bytes(b"\n".join([first, line, *others, b""]))
     (whole,), (run,) = read_runs([finished_run]), read_runs([copied_run])
     assert (run.steps, run.evals) == (whole.steps, whole.evals)
-    assert render([run], library="")
+    assert (whole.left_out, run.left_out) == ([], ["1 line of metrics.jsonl", "1 line of eval.jsonl"])
+    assert "1 line of metrics.jsonl, 1 line of eval.jsonl" in render([run], library="")
 
 
 def test_a_row_whose_numbers_are_not_finite_is_shown_and_one_without_a_time_is_not(finished_run, copied_run):
@@ -64,12 +67,21 @@ def test_a_row_whose_numbers_are_not_finite_is_shown_and_one_without_a_time_is_n
     assert run.steps == rows[:1]
 
 
+def test_the_command_says_what_it_left_out(copied_run, capsys):
+    (copied_run / "facts" / "plan.json").write_text("{")
+    assert main(["report", str(copied_run), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["left_out"] == [f"{copied_run}: facts/plan.json"]
+    assert f"WARNING: damaged, and left out: {copied_run}: facts/plan.json" in err
+
+
 @pytest.mark.parametrize("text", ["null", "3", '"x"', "[1]", '{"x": 1}', '[{"x": 1}]'])
 def test_facts_that_are_not_what_they_should_be_are_left_out(copied_run, text):
     for path in (copied_run / "facts").iterdir():
         path.write_text(text)
     (run,) = read_runs([copied_run])
     assert not any(getattr(run, name) for name in SHOWN)
+    assert run.left_out == [f"facts/{name}.json" for name in SHOWN]
     assert "<dt>steps</dt>" in render([run], library="")
 
 

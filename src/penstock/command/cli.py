@@ -397,8 +397,11 @@ def report(words: list[str]) -> int:
         from penstock.report.page import report as run
 
     written = run([Path(name) for name in args.runs], to=args.to, images=args.images)
+    for what in written.left_out:
+        print(f"WARNING: damaged, and left out: {what}", file=sys.stderr)
     if args.json:
-        print(json.dumps({"page": str(written.page), "images": [str(path) for path in written.images]}))
+        found = {"page": str(written.page), "images": [str(path) for path in written.images]}
+        print(json.dumps(found | {"left_out": written.left_out}))
     else:
         print(*[f"Written: {path}" for path in (written.page, *written.images)], sep="\n")
     return 0

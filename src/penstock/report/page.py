@@ -41,6 +41,8 @@ class Written:
 
     page: Path
     images: list[Path]
+    left_out: list[str]
+    """Files of the runs that are damaged, or lines of them."""
 
 
 def report(paths: list[Path], *, to: str = "", images: bool = False) -> Written:
@@ -55,7 +57,8 @@ def report(paths: list[Path], *, to: str = "", images: bool = False) -> Written:
         write_whole(page, render(runs, converter.javascript_bundle()))
     with writing(page.parent / IMAGES, "file"):
         drawn = draw(runs, page.parent / IMAGES, converter) if images else []
-    return Written(page, drawn)
+    left_out = [f"{run.path}: {what}" for run in runs for what in run.left_out]
+    return Written(page, drawn, left_out)
 
 
 def render(runs: list[RunRecord], library: str) -> str:
@@ -123,9 +126,9 @@ class _Part:
 
 def _facts(run: RunRecord) -> list[tuple[str, str]]:
     """The figures at the top."""
-    steps = run.steps
+    steps, damaged = run.steps, [("damaged, and left out", ", ".join(run.left_out))] if run.left_out else []
     if not steps:
-        return [("steps", "none yet")]
+        return [("steps", "none yet"), *damaged]
     tokens, seconds = sum(row["tokens"] for row in steps), sum(row["step_seconds"] for row in steps)
     skipped = sum(row["skipped"] for row in steps)
     state = sum(unit["num_bytes"] for unit in run.placement)
@@ -144,6 +147,7 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
             "optimizer state" + (" of the first rank" if steps[-1].get("ranks", 1) > 1 else ""),
             _bytes(state) if state else "",
         ),
+        *damaged,
     ]
     return [(name, value) for name, value in found if value]
 

@@ -1,20 +1,19 @@
 """A run read back from its directory, for the report.
 
 Whatever the run did not leave is empty, never an error: a report of a run that is still going, or was cut off, shows
-what there is. Whatever is not as a run writes it is left out, as if it were not there.
+what there is. Whatever is not as a run writes it is left out, and named.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.places import check_is_run
 from penstock.checkpoint.run_dir import recipe_values
+from penstock.errors import counted
 from penstock.report.facts import FACTS
 from penstock.report.metrics import EvalRow, StepRow, is_row
 
@@ -38,6 +37,8 @@ class RunRecord:
     data: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    """What is there and damaged: files, with their lines where it is only some."""
 
     @property
     def answer(self) -> dict[str, str]:
@@ -73,14 +74,14 @@ def _is_shown(facts: Any, name: str) -> bool:
 def read_run(path: Path, name: str) -> RunRecord:
     """Read a run's directory."""
     check_is_run(path)
-    facts = {fact: _json(path / FACTS / f"{fact}.json") for fact in SHOWN}
+    found = {fact: _json(path / FACTS / f"{fact}.json") for fact in SHOWN}
+    facts = {fact: value for fact, value in found.items() if _is_shown(value, fact)}
+    steps, bad_steps = _rows(path / "metrics.jsonl", StepRow)
+    evals, bad_evals = _rows(path / "eval.jsonl", EvalRow)
+    files = [path / FACTS / f"{fact}.json" for fact in SHOWN if fact not in facts]
+    damaged = [f"{FACTS}/{file.name}" for file in files if file.exists()]
     return RunRecord(
-        name=name,
-        path=path,
-        recipe=recipe_values(path),
-        steps=[row for row in _lines(path / "metrics.jsonl") if is_row(row, StepRow)],
-        evals=[row for row in _lines(path / "eval.jsonl") if is_row(row, EvalRow)],
-        **{fact: value for fact, value in facts.items() if _is_shown(value, fact)},
+        name, path, recipe_values(path), steps, evals, **facts, left_out=[*bad_steps, *bad_evals, *damaged]
     )
 
 
@@ -165,8 +166,17 @@ def _json(path: Path) -> Any:
         return None
 
 
-def _lines(path: Path) -> Iterator[Any]:
-    if path.exists():
-        for line in path.read_bytes().splitlines():
-            with suppress(ValueError):  # damaged, or the last line of a run that is still writing
-                yield json.loads(line)
+def _rows(path: Path, kind: type[StepRow] | type[EvalRow]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of a file, and what to say of lines that are none."""
+    text = path.read_bytes() if path.exists() else b""
+    lines = text[: text.rfind(b"\n") + 1].splitlines()  # a run may still be writing the last
+    rows = [row for line in lines if is_row(row := _parsed(line), kind)]
+    bad = len(lines) - len(rows)
+    return rows, [f"{counted(bad, 'line')} of {path.name}"] if bad else []
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
