@@ -1,6 +1,6 @@
 """Ranks on the CPU: two and four of them train what one trains, in every home, update and format."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -16,8 +16,10 @@ from penstock.engine.trial import full_batch
 from penstock.machine.known import MACHINES
 from penstock.model.load import load_config, load_model
 from penstock.plan.job import Job
+from penstock.plan.memory import CONTEXT_BYTES, work_of
+from penstock.plan.on_ranks import StreamedRows
+from penstock.plan.predict import _rank, _rates
 from penstock.plan.solve import solve
-from penstock.plan.split import Split
 from penstock.recipe.presets import ARCHITECTURES, PRESETS
 
 HOMES = ["gpu", "stream", "host", "gpu=0.4,stream=0.3,host=0.3"]
@@ -53,18 +55,26 @@ def test_ranks_train_what_one_rank_trains(ranks, count):
         assert_same(results[0][place], alone[place], config)
 
 
+BLOCKS = (
+    "num_hidden_layers=2,hidden_size=512,intermediate_size=512,vocab_size=2048,"
+    "num_attention_heads=4,num_key_value_heads=2"
+)
+"""Of int8 state: two ranks cut none."""
+
+
 @pytest.mark.parametrize(
-    ("update", "homes"),
+    ("count", "homes", "config"),
     [
-        ("after-norm", (HOMES[0], HOMES[3])),
-        pytest.param("after-norm", HOMES, marks=pytest.mark.slow),
-        pytest.param("in-backward", HOMES, marks=pytest.mark.slow),
+        (2, (HOMES[0], HOMES[3]), {"max_grad_norm": 0.5}),
+        pytest.param(2, HOMES, {"max_grad_norm": 0.5}, marks=pytest.mark.slow),
+        pytest.param(2, HOMES, {"max_grad_norm": 0.0, "update": "in-backward"}, marks=pytest.mark.slow),
+        pytest.param(4, HOMES, {"max_grad_norm": 0.5, "dtype": "bf16"}, marks=pytest.mark.slow),
+        pytest.param(2, HOMES, {"dtype": "bf16", "states": "bf16"}, marks=pytest.mark.slow),
+        pytest.param(2, HOMES, {"dtype": "bf16", "states": "int8", "shape": BLOCKS}, marks=pytest.mark.slow),
     ],
 )
-def test_homes_change_no_bit_on_ranks_either(ranks, update, homes):
-    clip = 0.5 if update == "after-norm" else 0.0
-    configs = [{"homes": each, "max_grad_norm": clip, "update": update} for each in homes]
-    first, *others = ranks("train", 2, configs=configs)[0]
+def test_homes_change_no_bit_on_ranks_either(ranks, count, homes, config):
+    first, *others = ranks("train", count, configs=[{**config, "homes": each} for each in homes])[0]
     for other in others:
         assert other["rows"] == first["rows"]
         assert all(torch.equal(other["weights"][name], weight) for name, weight in first["weights"].items())
@@ -118,22 +128,35 @@ def test_reduce_dtype_changes_the_sum_of_bf16_gradients(ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("machine", "streamed"), [("h100", 0), ("rtx4090", 70)])
-def test_what_is_planned_for_four_gpus_is_what_a_rank_deals(ranks, machine, streamed):
-    """llama-70b clipped with 1 TiB, on four 80 GB GPUs and on four of 24 GB: every buffer of weights and state."""
+def test_what_is_planned_for_four_gpus_is_what_a_rank_chooses(ranks, machine, streamed):
+    """llama-70b clipped with 1 TiB, on four 80 GB GPUs and on four of 24 GB: weights, state, and gradients that stay.
+
+    Ranks choose for themselves, from the peaks and the rates that the plan predicts.
+    """
     job = Job(ARCHITECTURES[PRESETS["llama-70b"].model], 4, 4096, compiled=True, weights="auto")
-    plan = solve(job, replace(MACHINES[machine], host_bytes=2**40), 4)
+    known = replace(MACHINES[machine], host_bytes=2**40)
+    plan = solve(job, known, 4)
     assert plan is not None
     assert plan.settings.streamed == streamed
-    here, away = plan.split, plan.streamed_split or Split(0, 0, 0, 0.0)
-    here = replace(here, stream=here.stream - away.stream, host=here.host - away.host)
-    share = away.stream / (away.stream + away.host) if streamed else 0.0
-    found = ranks("dealt_without_memory", 4, preset="llama-70b", shares=here.shares(), chunk_size=plan.chunk_size,
-                  streamed=streamed, away=share)  # fmt: skip
+    rank = _rank(job, work_of(job, plan.settings, 4), known, 4)
+    peaks = StreamedRows.of(job, plan.settings, 4, 1, plan.format.bytes_per_element(2)).leave(rank.peaks)
+    profile = {
+        "activation_bytes": peaks.activation_bytes,
+        "kept_bytes": peaks.kept_bytes,
+        "forward_seconds": rank.one.forward_s - rank.one.head_s,
+        "backward_seconds": rank.one.backward_s + rank.one.recompute_s,
+        "ranks_here": 4,
+    }
     planned = {(buffer.place, buffer.name): buffer.num_bytes for buffer in plan.buffers}
-    for rank in found:
-        assert rank.keys() <= planned.keys()
-        for key, num_bytes in rank.items():
-            assert num_bytes == pytest.approx(planned[key], rel=0.01), key
+    taken = planned["gpu", "weights"], planned["host", "process"] + planned.get(("host", "streamed weights"), 0)
+    found = ranks(
+        "chosen_without_memory", 4, preset="llama-70b", streamed=streamed, profile=profile,
+        rates=asdict(_rates(known, 4)), gpu_bytes=known.gpu_bytes,
+        gpu_free=int(known.gpu_bytes - CONTEXT_BYTES - taken[0]), host_free=int(known.host_bytes - 4 * taken[1]),
+    )  # fmt: skip
+    del planned["gpu", "activations"], planned["gpu", "CUDA context"], planned["host", "process"]
+    for chosen in found:
+        assert chosen == pytest.approx(planned, rel=0.02)
 
 
 @pytest.mark.parametrize(("vocab", "whole"), [(20_000, "head"), (1_000, "layer")])

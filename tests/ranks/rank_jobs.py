@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import time
+from collections import Counter
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -36,18 +37,21 @@ from penstock.engine.meeting import joined
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE, SHARE_GPU, bind, find_world
 from penstock.errors import Interrupted, ModelError, RecipeError, UserError
+from penstock.machine import hardware
+from penstock.machine.hardware import COMPILED_FROM
 from penstock.model.attention import use_attention
 from penstock.model.decoder import find_decoder
 from penstock.model.load import load_config, load_model, load_tokenizer, model_class
 from penstock.model.load_rows import _read, build_on_meta
 from penstock.model.source import find_source
+from penstock.offload import placing
 from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.dtensors import all_say, extents, gathered_groups, is_streamed, local, local_start
-from penstock.offload.placing import host_cuts, placement_for
+from penstock.offload.placing import placement_for
 from penstock.offload.saved_tensors import SavedTensor, state_tensors
-from penstock.offload.trained import find_trained
-from penstock.plan.layout import FORMATS, cut, state_buffers, unit_buffers
-from penstock.plan.placement import deal, deal_away
+from penstock.offload.trained import Trained, find_trained
+from penstock.plan.layout import FORMATS, model_buffers, state_buffers, unit_buffers
+from penstock.plan.split import Manner, Profile, Rates
 from penstock.recipe.presets import PRESETS
 from penstock.report.console import Console
 from penstock.run.generate import answer
@@ -504,10 +508,21 @@ def interrupting(directory):
             return (Path(directory) / "model" / "config.json").exists()
 
 
-def dealt_without_memory(preset, shares, chunk_size, streamed=0, away=0.0):
-    """Buffers of what this rank would hold of a large model, which is built without allocating any of it.
+class OnGpu(Trained):
+    """Parameters without memory, as if they were on a GPU, but for those that stream."""
 
-    Of the last `streamed` layers the weights lie in host memory, and a share `away` of their state streams.
+    gone = frozenset()
+
+    @property
+    def streamed(self):
+        return self.gone
+
+
+def chosen_without_memory(preset, profile, rates, gpu_bytes, gpu_free, host_free, streamed=0):
+    """Buffers of what this rank would choose to hold of a large model, which is built without allocating any of it.
+
+    Of the last `streamed` layers the weights lie in host memory. `profile` and `rates`: what a trial and the links are
+    taken to have shown; the others are bytes, free ones beside the weights.
     """
     world = find_world()
     recipe = dataclasses.replace(PRESETS[preset], init="random")
@@ -518,24 +533,42 @@ def dealt_without_memory(preset, shares, chunk_size, streamed=0, away=0.0):
             shard_over_ranks(model, mesh, torch.float32)
 
         model = build_on_meta(recipe, load_config(recipe), torch.bfloat16, shard)
-        trained, layers = find_trained(model, None, None), find_decoder(model).layers
+        found, layers = find_trained(model, None, None), find_decoder(model).layers
         units = [tuple(layer.parameters()) for layer in layers[len(layers) - streamed :]]
-        gone = {index for index, p in enumerate(trained.parameters) if any(p is q for unit in units for q in unit)}
-        wholes = trained.whole_chunks(FORMATS["fp32"])
-        here = deal(host_cuts(trained, [w for w in wholes if w.parameter not in gone], chunk_size), shares)
-        there = deal_away([chunk for w in wholes if w.parameter in gone for chunk in cut(w, chunk_size)], away)
-        dealt = {name: here[name] + there[name] for name in here}
-        buffers = state_buffers(dealt, on_gpu=True, streamed=gone, in_backward=False)
+        trained = OnGpu(found.parameters, found.units, torch.device("cuda"), found.types)
+        OnGpu.gone = frozenset(
+            index for index, p in enumerate(trained.parameters) if any(p is q for unit in units for q in unit)
+        )
+        with (
+            mock.patch.multiple(
+                placing, gpu_room=lambda _: (gpu_free, gpu_bytes), available_host_bytes=lambda: host_free,
+                measure_rates=lambda *_, **__: Rates(**rates), near_cores=lambda _: [0, 1],
+            ),
+            mock.patch.multiple(torch.cuda, memory_reserved=lambda _: 0, memory_allocated=lambda _: 0),
+        ):  # fmt: skip
+            format, manner = FORMATS["fp32"], Manner(in_backward=False, sharded=True)
+            dealt = placing.place(trained, format, "auto", Profile(**profile), manner).chunks
+        sizes = [local(p).numel() for p in trained.parameters]
+        buffers = state_buffers(dealt, on_gpu=True, streamed=trained.streamed, in_backward=False)
+        buffers += model_buffers(sizes, 2, streamed=trained.streamed)
         buffers += unit_buffers([[local(p).numel() for p in unit] for unit in units], 2, slots=0)
-        return {(buffer.place, buffer.name): buffer.num_bytes for buffer in buffers}
+        on_host = Counter[int]()
+        for chunk in dealt["host"]:
+            on_host[chunk.parameter] += chunk.size
+        stay = sum(2 * n for index, n in enumerate(sizes) if index not in trained.streamed and on_host[index] < n)
+        return {(buffer.place, buffer.name): buffer.num_bytes for buffer in buffers} | {("gpu", "gradients"): stay}
 
 
 def whole_run(directory, preset="llama-8b", resume="", **changes):
-    """The summary of a run as `penstock train` makes it, from its data to the exported model."""
+    """The summary of a run as `penstock train` makes it, from its data to the exported model.
+
+    Layers are compiled if `compile` is asked for, however small the model is.
+    """
     recipe = tiny(
         preset,
         **{"output_dir": directory, "device": DEVICE.type, "max_steps": 6, "epochs": 9, "prompt": None, **changes},
     )
+    hardware.COMPILED_FROM = 0 if changes.get("compile") else COMPILED_FROM
     try:
         return penstock.run.train.train(recipe, Console(quiet=True), world=find_world(), resume=resume)
     except UserError as error:

@@ -111,7 +111,8 @@ class Plan:
     @cached_property
     def chunk_size(self) -> int:
         """Elements in a chunk, as the engine chooses it: from the link where it measures one."""
-        return chunk_size_of(self.job, self.machine, self.format)
+        link = self.machine.link_bytes_per_s if self.gpus == 1 else _rates(self.machine, self.gpus).link_bytes_per_s
+        return chunk_size_of(self.job, link, self.format)
 
     @cached_property
     def dealt(self) -> Dealt:

@@ -22,11 +22,11 @@ from penstock.plan.split import Rates, Requirements, Room, Split, best_split, li
 from penstock.recipe.presets import Architecture
 
 
-def chunk_size_of(job: Job, machine: Machine, format: StateFormat) -> int:
+def chunk_size_of(job: Job, link_bytes_per_s: float, format: StateFormat) -> int:
     """Elements in a chunk: from the link where the engine measures one."""
     if job.homes or not job.overlap:
         return DEFAULT_CHUNK
-    return chunk_for(machine.link_bytes_per_s, format.bytes_per_element(job.dtype_bytes))
+    return chunk_for(link_bytes_per_s, format.bytes_per_element(job.dtype_bytes))
 
 
 def by_unit(cuts: Sequence[Sequence[Chunk]], architecture: Architecture, num_layers: int) -> list[list[Chunk]]:
