@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,18 @@ class PackedModel:
         """What products of the layers run in from here on: `bf16`, which is as they are written, or `fp8`."""
         keep_last_products(self.decoder.layers)
         set_matmul(self.model, inner(self.decoder.layers), matmul)
+
+    @contextmanager
+    def as_exported(self) -> Iterator[None]:
+        """For a while the model computes as whoever loads it will: what it answers then can be compared."""
+        linears = [m for layer in self.decoder.layers for m in layer.modules() if isinstance(m, nn.Linear)]
+        kinds = [type(linear) for linear in linears]
+        self.compute_in("bf16")
+        try:
+            yield
+        finally:
+            for linear, kind in zip(linears, kinds, strict=True):
+                linear.__class__ = kind
 
     def _try_layers(self, trial: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], object]) -> None:
         """Call `trial` with every layer and what it is called with, for a few tokens."""

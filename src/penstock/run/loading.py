@@ -116,7 +116,8 @@ def start_engine(
         before = answer_before(model, run, saved) if world.first else ""
         return DeepSpeedEngine(model, run.recipe, say, world), before
     engine = NativeEngine(model, run.recipe, say, world, remainders, run.device)
-    return engine, answer_before(model, run, saved)
+    with engine.packed.as_exported():
+        return engine, answer_before(model, run, saved)
 
 
 def answer_before(model: PreTrainedModel, run: Run, saved: Saved | None) -> str:
