@@ -153,6 +153,12 @@ def test_data_with_fewer_rows_than_ranks(ranks, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-3)
 
 
+def test_facts_that_one_rank_cannot_write_hold_up_no_other(ranks, tmp_path):
+    """The others would wait for it, and then take what it says next for what it had to say here."""
+    start(tmp_path / "run", ranks, 2, forgets=1, max_steps=1, keep=0)
+    assert weights(tmp_path / "run"), "the model was exported all the same"
+
+
 def test_ranks_that_compute_otherwise_give_one_answer(ranks):
     """As GPUs of two kinds may: one that ended its answer alone would leave the others waiting."""
     first, second, third = ranks("answering", 3)

@@ -26,7 +26,7 @@ from penstock.checkpoint.resume import (
 from penstock.checkpoint.run_dir import check_run_dir, make_run_dir, note_ranks
 from penstock.checkpoint.store import of_step
 from penstock.data.loader import Dataset
-from penstock.engine import Engine
+from penstock.engine import Engine, MemoryUse
 from penstock.engine.meeting import joined
 from penstock.engine.ranks import ALONE, World, bind
 from penstock.machine.gpu_memory import limit_gpu
@@ -81,8 +81,11 @@ def train(
             watched = console.training(recipe.name, run.total_steps, sources, records.metrics.rows)
             with watched, memory_advice(recipe, world.size), disk_advice(recipe.run_dir):
                 run_steps(start, loaded, records, stop, console, world)
-            # The model is not written yet, and is worth more.
-            record(lambda: records.recorder.close(world.gather(records.recorder.memory())), console)
+            # The model is not written yet, and is worth more. Ranks meet outside of what may fail on one of them.
+            memory: list[MemoryUse] = []
+            record(lambda: memory.extend(records.recorder.memory()), console)
+            everyones = world.gather(memory)
+            record(lambda: records.recorder.close(everyones), console)
             loaded.engine.release()
             last_step = records.metrics.rows[-1].step
             early = last_step < run.total_steps and records.metrics.out_of_patience(recipe.patience)
