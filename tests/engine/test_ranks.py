@@ -1,12 +1,13 @@
 """Who a process is, from any starter's environment, and what ranks do for each other."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from penstock.engine import ranks as ranks_module
-from penstock.engine.ranks import ALONE, World, bind, find_world, first_machine
+from penstock.engine.ranks import ALONE, World, bind, check_gpus_differ, find_world, first_machine, gpu_of
 from penstock.errors import RecipeError
 from penstock.machine.launch import check_batch
 
@@ -78,6 +79,30 @@ def test_ranks_share_a_gpu_only_where_nccl_lets_them(monkeypatch, version, told,
         World(1, 2, 1, 2).pick(torch.device("cuda"))
 
 
+def test_ranks_whose_gpus_are_one_are_refused_unless_they_can_share_it(monkeypatch):
+    """Under SLURM none sees it alone: each task is shown one GPU, and several may be shown the same."""
+    monkeypatch.delenv("PENSTOCK_SHARE_GPU", raising=False)
+    check_gpus_differ(["", "", ""])  # on CPUs
+    check_gpus_differ(["host1 GPU-1", "host1 GPU-2", "host2 GPU-1"])
+    gpus = ["host1 GPU-1", "host1 GPU-2", "host1 GPU-1"]
+    with pytest.raises(RecipeError, match=r"ranks 0, 2 have the same GPU\n.*A run needs a GPU for each rank"):
+        check_gpus_differ(gpus)
+    monkeypatch.setenv("PENSTOCK_SHARE_GPU", "1")
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    monkeypatch.setattr(ranks_module, "loaded_nccl", lambda: (2, 30, 7))
+    check_gpus_differ(gpus)
+    monkeypatch.setattr(ranks_module, "loaded_nccl", lambda: (2, 28, 9))
+    with pytest.raises(RecipeError, match=r"here is 2\.28\.9"):
+        check_gpus_differ(gpus)
+
+
+def test_a_gpu_is_told_from_others_by_its_machine_and_uuid(monkeypatch):
+    assert gpu_of(torch.device("cpu")) == ""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
+    monkeypatch.setattr(ranks_module.socket, "gethostname", lambda: "host1")
+    assert gpu_of(torch.device("cuda", 3)) == "host1 GPU-3"
+
+
 def test_no_nccl_was_preloaded_here():
     assert ranks_module.loaded_nccl() == () or "LD_PRELOAD" in os.environ
 
@@ -128,6 +153,8 @@ def test_a_process_alone_keeps_to_the_cores_near_its_gpu(monkeypatch):
         ("node7,other", "node7"),
         ("node[01-04,07],other", "node01"),
         ("gpu[3,5-6]-ib", "gpu3-ib"),
+        ("rack[1-2]n[1-4]", "rack1n1"),
+        ("rack[03,05]n[007-010]-ib,other[1-2]", "rack03n007-ib"),
         ("a-b1.example.org", "a-b1.example.org"),
     ],
 )

@@ -70,6 +70,7 @@ def wait_for_rows(run, count, process):
         ({"nodes": 2, "rendezvous": "10.0.0.1"}, "2 machines must find each other"),
         ({"nodes": 2, "rendezvous": "10.0.0.1:29500", "node_rank": 2}, "there are 2 machines"),
         ({"nodes": 2, "rendezvous": "10.0.0.1:0"}, "2 machines must find each other"),
+        ({"nodes": 2, "rendezvous": "[]:29500"}, "2 machines must find each other"),
         ({"node_rank": 1}, r"there is 1 machine\n.*--nodes"),
     ],
 )
@@ -82,6 +83,17 @@ def test_ranks_of_several_machines_count_on():
     machines = Machines(gpus=2, nodes=3, node_rank=1, rendezvous="10.0.0.1:29500")
     told = machines.environment(1, ("10.0.0.1", 29500))
     assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"], told["LOCAL_WORLD_SIZE"]) == ("3", "6", "1", "2")
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "host"),
+    [("[::1]:29500", "::1"), ("gpu7:29500", "gpu7"), ("10.0.0.1:29500", "10.0.0.1"), ("::1:29500", "::1")],
+)
+def test_an_address_is_looked_up_without_brackets(rendezvous, host):
+    machines = Machines(nodes=2, rendezvous=rendezvous)
+    assert machines.find_address() == (host, 29500)
+    assert machines.environment(0, machines.find_address())["MASTER_ADDR"] == host
+    assert socket.getaddrinfo(*Machines(nodes=2, rendezvous="[::1]:29500").find_address())
 
 
 @pytest.fixture

@@ -6,12 +6,24 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.distributed import TCPStore
 
 from penstock.errors import RankLost, RecipeError
 from penstock.machine import lost
+from penstock.machine.launched import ERRORS
+
+CLOSED = RuntimeError("gloo: Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([1, 2], "ranks 1, 2"), ([1, 3, 4], "ranks 1, 3, 4"), ([4, 5, 6], "ranks 4 to 6")],
+)
+def test_ranks_are_named(ranks, text):
+    assert lost.named(ranks) == text
 
 
 @pytest.fixture
@@ -56,7 +68,7 @@ def test_what_a_watch_tells_and_hears(address, left):
     third.end(None)
     first.end(ValueError("no such thing\nand more"))
     with pytest.raises(RankLost, match="rank 0 failed: no such thing"):
-        lost.Watch(address, 3, 4).end(RuntimeError("gloo: Connection closed by peer"))
+        lost.Watch(address, 3, 4).end(CLOSED)
     wait_until(lambda: left)
     second.end(None)
     ((rank, message),) = left
@@ -65,12 +77,73 @@ def test_what_a_watch_tells_and_hears(address, left):
 
 def test_a_rank_that_waits_for_word_takes_nobody_for_silent(address, left, monkeypatch):
     """It asks more often than it looks: what it counted as silence was over before the word came."""
-    monkeypatch.setattr(lost, "WORD_SECONDS", 2.0)
+    monkeypatch.setattr(lost, "SIGN_LOOKS", 20)
     first, second = (lost.Watch(address, rank, 2) for rank in range(2))
     wait_until(lambda: second._looks)
     second.end(None)
-    with pytest.raises(RankLost, match="a connection was closed"):
-        first.end(RuntimeError("gloo: Connection closed by peer"))
+    with pytest.raises(RankLost, match="rank 1 has given no sign of life since a connection was closed"):
+        first.end(CLOSED)
+
+
+@pytest.mark.parametrize("keeper", ["rank 0", "torchrun"])
+@pytest.mark.parametrize("dead", [0, 2])
+def test_a_rank_that_neither_ends_nor_counts_on_is_the_one_that_is_gone(address, left, monkeypatch, keeper, dead):
+    """As where torchrun or srun started them, and no launcher of ours says who was killed. All hear of it at once."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(keeper == "torchrun"))
+    monkeypatch.setattr(lost, "SILENT_SECONDS", 60.0)
+    watches = [lost.Watch(address, rank, 4) for rank in range(4)]
+    wait_until(lambda: all(watch._looks for watch in watches))
+    watches[dead].end(None)
+    first, second, busy = (watch for rank, watch in enumerate(watches) if rank != dead)
+    began = time.monotonic()
+    for watch in (first, second):
+        with pytest.raises(RankLost, match=f"rank {dead} has given no sign of life since a connection was closed"):
+            watch.end(CLOSED)
+    assert time.monotonic() - began < 10
+    wait_until(lambda: left)
+    busy.end(None)
+    ((rank, message),) = left
+    assert (rank, f"rank {dead} has given no sign of life since" in message) == (busy._rank, True)
+
+
+def test_of_several_silent_ranks_some_may_be_compiling(address, left, monkeypatch):
+    monkeypatch.setattr(lost, "SILENT_SECONDS", 60.0)
+    monkeypatch.setattr(lost, "WORD_SECONDS", 2.0)
+    watches = [lost.Watch(address, rank, 3) for rank in range(3)]
+    wait_until(lambda: all(watch._looks for watch in watches))
+    for watch in watches[1:]:
+        watch.end(None)
+    compiled = threading.Timer(1.0, lambda: watches[2].tell("ending"))
+    compiled.start()
+    began = time.monotonic()
+    with pytest.raises(RankLost, match="rank 1 has given no sign of life since"):
+        watches[0].end(CLOSED)
+    assert time.monotonic() - began >= 1.0, "it had to show that it lives"
+
+
+def test_nobody_is_named_where_all_live(address, left, monkeypatch):
+    """As where only the network failed: nobody is left then who could say more."""
+    monkeypatch.setattr(lost, "SIGN_LOOKS", 40)
+    first, second = (lost.Watch(address, rank, 2) for rank in range(2))
+    wait_until(lambda: second._looks)
+    began = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        for ending in [pool.submit(watch.end, CLOSED) for watch in (first, second)]:
+            with pytest.raises(RankLost, match="the run has lost a rank: a connection was closed"):
+                ending.result()
+    assert time.monotonic() - began < 10
+
+
+def test_a_rank_of_our_launcher_waits_for_its_word(address, left, monkeypatch, tmp_path):
+    """It knows more than a counter: by which signal a rank was killed."""
+    monkeypatch.setenv(ERRORS, str(tmp_path))
+    first, second = (lost.Watch(address, rank, 2) for rank in range(2))
+    wait_until(lambda: second._looks)
+    second.end(None)
+    word = threading.Timer(1.0, lambda: lost.announce(lost.meeting_store(address), "rank 1 was killed by SIGKILL"))
+    word.start()
+    with pytest.raises(RankLost, match="rank 1 was killed by SIGKILL"):
+        first.end(CLOSED)
 
 
 def test_ranks_of_different_runs_are_refused(address, left):
@@ -87,7 +160,7 @@ def test_ranks_of_different_runs_are_refused(address, left):
 def test_a_rank_that_was_stopped_says_so(address, left):
     lost.Watch(address, 0, 2).end(KeyboardInterrupt(signal.SIGTERM))
     with pytest.raises(RankLost, match="rank 0 was stopped by SIGTERM"):
-        lost.Watch(address, 1, 2).end(RuntimeError("gloo: Connection closed by peer"))
+        lost.Watch(address, 1, 2).end(CLOSED)
 
 
 def test_a_watch_waits_for_no_store_that_is_frozen(store, monkeypatch):
@@ -111,6 +184,20 @@ def test_a_rank_that_falls_silent_ends_all(address, left):
         watch.end(None)
     assert {rank for rank, _ in left} == {0, 1}
     assert all("the run has lost a rank: rank 2 has given no sign of life for" in message for _, message in left)
+
+
+def test_a_first_rank_that_falls_silent_ends_all_where_torchrun_keeps_the_store(address, left, monkeypatch):
+    """The store answers on then."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    silent = lost.Watch(address, 0, 3)
+    wait_until(lambda: silent._looks)
+    silent.end(None)
+    others = [lost.Watch(address, rank, 3) for rank in (1, 2)]
+    wait_until(lambda: len(left) == 2)
+    for watch in others:
+        watch.end(None)
+    assert {rank for rank, _ in left} == {1, 2}
+    assert all("the run has lost a rank: rank 0 has given no sign of life for" in message for _, message in left)
 
 
 def test_ranks_that_live_or_have_not_come_yet_are_not_silent(address, left):

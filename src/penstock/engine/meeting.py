@@ -20,10 +20,10 @@ from torch._inductor import config as inductor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from penstock.engine.ranks import PATIENCE, World, first_machine
+from penstock.engine.ranks import PATIENCE, World, check_gpus_differ, first_machine, gpu_of
 from penstock.errors import Diverged, Interrupted, RankLost, RecipeError, UserError, counted
 from penstock.machine.launched import AGREED, MET, leave_mark, say_here
-from penstock.machine.lost import GONE, Watch, first_line, lost_connection
+from penstock.machine.lost import GONE, Watch, first_line, launcher_keeps_store, lost_connection, named
 
 MEETING_SECONDS = 600.0
 """How long ranks wait for each other at the start: someone may still have to type the command on another machine."""
@@ -33,6 +33,10 @@ STORE_SECONDS = 20.0
 """For a connection to a store whose port answers. Nothing hears a signal meanwhile."""
 CONNECTING = timedelta(minutes=2)
 """For connections among ranks that have all come. They take seconds; nothing hears a signal meanwhile."""
+UNREACHABLE_WORDS = ("refused", "timed out", "No route to host", "unreachable", "error retry count")
+"""Of a connection that could not be made. NCCL says `remote process exited or there was a network error` of both."""
+GPU_WORDS = ("CUDA", "cuda error", "out of memory")
+"""What fails for want of no network."""
 PARTING_SECONDS = 60.0
 """How long a rank whose numbers are not finite waits for the others to find the same. Trackers have half of it."""
 POLL_SECONDS = 0.05
@@ -73,7 +77,7 @@ def joined(world: World, device: torch.device) -> Iterator[None]:
         remedy = "Its machine shows why. Start the command again, on every machine."
         raise RankLost(GONE, where="the ranks have not met", remedy=remedy) from error
     try:
-        meeting.wait_for_all(watch)
+        meeting.wait_for_all(watch, gpu_of(device))
         _connect(world, device, store)
         try:
             yield
@@ -102,7 +106,7 @@ class Meeting:
 
     def open_store(self) -> TCPStore:
         """The store through which ranks meet: rank 0 keeps it, unless torchrun has one (as torch's `env://`)."""
-        keeps = self._world.first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        keeps = self._world.first and not launcher_keeps_store()
         while not self._is_known() or not (keeps or self._answers()):
             self._wait([0])
         try:
@@ -129,7 +133,8 @@ class Meeting:
         except OSError:
             self._place = f"{self._address[0]} (a name that is not known here)"
             return False
-        self._place = f"{self._address[0]}:{self._address[1]}"
+        host, port = self._address
+        self._place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return True
 
     def _answers(self) -> bool:
@@ -140,13 +145,14 @@ class Meeting:
             return False
         return True
 
-    def wait_for_all(self, watch: Watch) -> None:
+    def wait_for_all(self, watch: Watch, gpu: str = "") -> None:
         """Until every rank has come. One that failed on its way, or whose launcher says so, ends the wait."""
         watch.check_numbers()
-        watch.tell("here")
+        watch.tell("here", gpu)
         while missing := watch.absent("here"):
             self._wait(missing)
         leave_mark(MET)
+        check_gpus_differ(watch.told("here"))
 
     def _wait(self, missing: Sequence[int]) -> None:
         """A moment; after a while say for whom, and at last refuse."""
@@ -165,30 +171,41 @@ class Meeting:
         time.sleep(POLL_SECONDS)
 
 
-def named(ranks: Sequence[int]) -> str:
-    """`rank 1`, `ranks 1, 3`, `ranks 4 to 7`."""
-    first, last = ranks[0], ranks[-1]
-    if len(ranks) == 1:
-        return f"rank {first}"
-    if len(ranks) > 2 and last - first == len(ranks) - 1:
-        return f"ranks {first} to {last}"
-    return f"ranks {', '.join(map(str, ranks))}"
-
-
 def _connect(world: World, device: torch.device, store: TCPStore) -> None:
-    """Make the process group of ranks that have met."""
+    """Make the process group of ranks that have met, and its connections."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=CONNECTING)
+        _set_pg_timeout(PATIENCE)
+        if device.type == "cuda":
+            _connect_gpus(device)
     except RuntimeError as error:
-        if lost_connection(error) and "refused" not in str(error):
+        if any(word in str(error) for word in GPU_WORDS):
+            raise
+        if lost_connection(error) and not any(word in str(error) for word in UNREACHABLE_WORDS):
             raise  # one of them is gone, and somebody will say which
-        raise RankLost(
-            f"they cannot connect to each other: {first_line(error)}",
-            where="the ranks have met",
-            remedy="Name the network interface that the machines share in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
-        ) from error
-    _set_pg_timeout(PATIENCE)
+        # NCCL says it below `Last error:`; what comes first only names a line of torch.
+        reason = str(error).rpartition("Last error:")[2].strip() or first_line(error)
+        raise _not_connected(reason.splitlines()[0]) from error
+
+
+def _connect_gpus(device: torch.device) -> None:
+    """NCCL connects in its first collective. What cannot be reached without an error keeps that waiting for ever."""
+    dist.all_reduce(torch.ones(1, device=device))
+    done, began = torch.cuda.current_stream(device).record_event(), time.monotonic()
+    while not done.query():
+        if time.monotonic() - began > CONNECTING.total_seconds():
+            raise _not_connected(f"the first collective did not end within {CONNECTING.total_seconds():.0f} s")
+        time.sleep(POLL_SECONDS)
+
+
+def _not_connected(reason: str) -> RankLost:
+    """Ranks that found each other through the store, and not on the network that they work through."""
+    return RankLost(
+        f"they cannot connect to each other: {reason}",
+        where="the ranks have met",
+        remedy="Name the network interface that the machines share in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
+    )
 
 
 def _all_have_ended(watch: Watch, error: UserError | None) -> bool:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from penstock.errors import RecipeError, UserError, counted
 from penstock.machine.hardware import near_cores, shares_of_cores, usable_cores
+from penstock.machine.lost import named
 from penstock.update.norm import sum_over
 
 T = TypeVar("T")
@@ -135,6 +137,29 @@ def check_gpus_can_be_shared(environment: Mapping[str, str]) -> None:
     )
 
 
+def gpu_of(device: torch.device) -> str:
+    """What tells this rank's GPU from all others. Nothing on the CPU."""
+    if device.type != "cuda":
+        return ""
+    return f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def check_gpus_differ(gpus: Sequence[str]) -> None:
+    """Refuse ranks that have the same of these GPUs, unless they can share one. No rank sees it alone under SLURM."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        ranks_of.setdefault(gpu, []).append(rank)
+    sharing = next((ranks for gpu, ranks in ranks_of.items() if gpu and len(ranks) > 1), None)
+    if sharing and os.environ.get(SHARE_GPU) == "1":
+        check_gpus_can_be_shared(os.environ)
+    elif sharing:
+        raise RecipeError(
+            f"{named(sharing)} have the same GPU",
+            where="the ranks have met",
+            remedy="A run needs a GPU for each rank: under SLURM, as many --gpus-per-node as --ntasks-per-node.",
+        )
+
+
 def loaded_nccl() -> tuple[int, ...]:
     """Version of an NCCL that was preloaded in place of torch's, which other libraries cannot see; else nothing."""
     number = ctypes.c_int()
@@ -176,16 +201,16 @@ def _number(text: str) -> int:
 
 
 def first_machine(environment: Mapping[str, str]) -> str:
-    """Where rank 0 of a SLURM step is: the first of its machines, which are written as `node[01-04,07],other`.
+    """Where rank 0 of a SLURM step is: the first of its machines, which are written as `rack[1-2]n[01-04,07],other`.
 
     `SLURM_LAUNCH_NODE_IPADDR` was rejected: it is where srun was called, and that may be a login node.
     """
     machines = environment.get("SLURM_STEP_NODELIST", "")
     if environment.get("SLURM_STEP_NUM_NODES", "1") == "1" or not machines:
         return "127.0.0.1"
-    parts = re.match(r"([^,\[]*)(?:\[([^],-]+)[^]]*\])?([^,\[]*)", machines)
-    assert parts is not None, "it matches the empty string"
-    return "".join(part or "" for part in parts.groups())
+    first = re.match(r"(?:[^,\[]|\[[^]]*\])*", machines)
+    assert first is not None, "it matches the empty string"
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0])
 
 
 def bind(world: World, device: torch.device) -> list[int]:

@@ -45,7 +45,7 @@ class Machines:
     rendezvous: str = ""
 
     def __post_init__(self) -> None:
-        host, _, port = self.rendezvous.rpartition(":")
+        host, port = self._host_and_port()
         if self.gpus < 1 or self.nodes < 1:
             where = f"--gpus {self.gpus} --nodes {self.nodes}"
             raise RecipeError("must be at least 1", where=where, remedy="1 is the default of both.")
@@ -61,6 +61,16 @@ class Machines:
                 where=f"--rendezvous {self.rendezvous!r}",
                 remedy="Name an address of the first one and a free port there, such as 10.0.0.1:29500.",
             )
+
+    def _host_and_port(self) -> tuple[str, str]:
+        """As they are written, but for the brackets of an IPv6 address: no function that looks it up knows them."""
+        host, _, port = self.rendezvous.rpartition(":")
+        return (host[1:-1] if host.startswith("[") and host.endswith("]") else host), port
+
+    def find_address(self) -> tuple[str, int]:
+        """Where the ranks meet: without a word, at a free port of this machine."""
+        host, port = self._host_and_port()
+        return (host, int(port)) if port else ("127.0.0.1", _free_port())
 
     @property
     def ranks(self) -> int:
@@ -96,8 +106,7 @@ def launch(
 
     `advice` says how the run goes on if a rank has died.
     """
-    host, _, port = machines.rendezvous.rpartition(":")
-    address = (host, int(port)) if port else ("127.0.0.1", _free_port())
+    address = machines.find_address()
     with tempfile.TemporaryDirectory(prefix="penstock-ranks-") as notes:
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", **({"GLOO_SOCKET_IFNAME": "lo"} if machines.nodes == 1 else {})}
         processes: list[subprocess.Popen[bytes]] = []

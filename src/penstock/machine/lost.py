@@ -4,8 +4,10 @@ A rank that waits for another does so for ever: no kernel of NCCL asks whether t
 launcher of its own machine sees a process die. So whoever knows writes it into the store through which the ranks met: a
 rank before it leaves by an error, a launcher for one that was killed. Every rank has a thread that looks there. Of a
 machine that freezes or loses power nobody can write anything: so that thread counts too, the first rank looks whether
-all counters move, and the others whether the first rank, which keeps the store, still answers. Time limits of torch's
-collectives were rejected: while one rank reads weights the others wait long, and nothing is wrong.
+all counters move, and the others whether the first rank, which keeps the store, still answers, or counts on where its
+launcher keeps the store. Where no launcher of ours sees a rank die, the counters show as well whose connection was
+closed. Time limits of torch's collectives were rejected: while one rank reads weights the others wait long, and nothing
+is wrong.
 """
 
 from __future__ import annotations
@@ -14,14 +16,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from threading import Event, Thread
 from typing import TYPE_CHECKING, NoReturn
 
 from penstock.errors import RankLost, RecipeError, counted, tell
-from penstock.machine.launched import GOING_ON, leave_error
+from penstock.machine.launched import ERRORS, GOING_ON, leave_error
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -37,6 +38,8 @@ SILENT_SECONDS = 120.0
 compiler or a driver may keep for a minute. Two minutes are longer than that, and little beside what is lost anyway."""
 WORD_SECONDS = 45.0
 """How long a rank that lost a connection waits to hear whose: the launcher of a killed one first imports torch."""
+SIGN_LOOKS = 3
+"""Looks until every rank that lives has counted on, but for one that is kept by a compiler as above."""
 GRACE_SECONDS = 5.0
 """What a rank that heard of a failure has to end by itself: often all fail alike, each with its own message."""
 CONNECTION_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "remote process exited")
@@ -48,6 +51,21 @@ def event_key(event: str, rank: int) -> str:
     return f"{KEYS}/{event}/{rank}"
 
 
+def launcher_keeps_store() -> bool:
+    """Whether it is torchrun's, and not rank 0's own."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def named(ranks: Collection[int]) -> str:
+    """`rank 1`, `ranks 1, 3`, `ranks 4 to 7`."""
+    first, last = min(ranks), max(ranks)
+    if len(ranks) == 1:
+        return f"rank {first}"
+    if len(ranks) > 2 and last - first == len(ranks) - 1:
+        return f"ranks {first} to {last}"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
 def meeting_store(address: tuple[str, int], seconds: float = 30.0) -> TCPStore:
     """A connection of its own to the store of the ranks, whose other users may be waiting in it."""
     # Not above: the launcher imports this module, and nothing heavy until a rank has died.
@@ -56,9 +74,9 @@ def meeting_store(address: tuple[str, int], seconds: float = 30.0) -> TCPStore:
     return TCPStore(address[0], address[1], is_master=False, timeout=timedelta(seconds=seconds))
 
 
-def announce(store: TCPStore, text: str) -> None:
-    """Say which rank failed, if nobody has said it before: what comes later mostly follows from it."""
-    store.compare_set(KEY, "", text)
+def announce(store: TCPStore, text: str) -> str:
+    """Say which rank failed, if nobody has said it: what comes later mostly follows from it. What is said then."""
+    return bytes(store.compare_set(KEY, "", text)).decode()
 
 
 def announce_for(seconds: float, text: str, address: tuple[str, int], ranks: Iterable[int]) -> None:
@@ -72,7 +90,7 @@ def announce_for(seconds: float, text: str, address: tuple[str, int], ranks: Ite
     keys = [event_key("here", rank) for rank in ranks]
     while not store.check(keys) and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS / 10)
-    time.sleep(LOOK_SECONDS)  # the last one to come reads it now
+    time.sleep(2 * LOOK_SECONDS)  # the last one to come reads it now
 
 
 def lost_connection(error: BaseException) -> bool:
@@ -129,11 +147,15 @@ class Watch:
         return self._heard
 
     def _give_sign(self) -> None:
-        """Count on; the first rank looks at the counters of the others."""
+        """Count on, and look at the counters: the first rank at all others, these at its own if it keeps no store."""
         self._store.add(event_key("alive", self._rank), 1)
-        for rank in range(1, self._size) if self._rank == 0 else ():
-            if self._pulses.silent(rank, self._store.add(event_key("alive", rank), 0)):
+        those = range(1, self._size) if self._rank == 0 else range(int(launcher_keeps_store()))
+        for rank in those:
+            if self._pulses.silent(rank, self._count(rank)):
                 announce(self._store, f"rank {rank} {silence()}")
+
+    def _count(self, rank: int) -> int:
+        return self._store.add(event_key("alive", rank), 0)
 
     def _guard(self) -> None:
         """End this rank. A thread of its own: the other one waits for ever if the store is on a machine that froze."""
@@ -187,7 +209,8 @@ class Watch:
 
     def told(self, event: str) -> list[str]:
         """What each rank said when it came to `event`, which all have."""
-        return [self._store.get(event_key(event, rank)).decode() for rank in range(self._size)]
+        keys = [event_key(event, rank) for rank in range(self._size)]
+        return [bytes(text).decode() for text in self._store.multi_get(keys)]
 
     def end(self, error: BaseException | None) -> None:
         """This rank ends now. Others are told of an error of its own; one that is another's becomes that one's."""
@@ -196,15 +219,41 @@ class Watch:
         answers = not self._looking.is_alive()  # a store whose machine is frozen gives none, for as long as it is asked
         if error is None:
             return
-        if not lost_connection(error):
-            with suppress(RuntimeError):  # nobody may be left to be told
-                if answers:
-                    announce(self._store, f"rank {self._rank} {what_happened(error)}")
-            return
-        deadline = time.monotonic() + WORD_SECONDS
-        while answers and not self._ask(give_sign=False) and time.monotonic() < deadline:
+        try:
+            if answers and lost_connection(error):
+                self._wait_for_word()
+            elif answers:
+                announce(self._store, f"rank {self._rank} {what_happened(error)}")
+        except RuntimeError:  # nobody is left to be told
+            self._heard = self._heard or GONE
+        if self._heard and self._rank == 0 and not launcher_keeps_store():
+            time.sleep(2 * LOOK_SECONDS)  # or the store goes with this rank, and the others read there whom they lost
+        if lost_connection(error):
+            raise self.loss("a connection was closed") from error
+
+    def _wait_for_word(self) -> None:
+        """Hear which rank is gone, or see it: it neither ends as this one does, nor counts on.
+
+        One that is alone in this is it, for somebody closed a connection. Of several some may only be compiling, and a
+        launcher of ours knows more than a counter: both get the whole time.
+        """
+        began = time.monotonic()
+        sure = began + (WORD_SECONDS if ERRORS in os.environ else SIGN_LOOKS * LOOK_SECONDS)
+        self.tell("ending")
+        ending = [event_key("ending", rank) for rank in range(self._size)]
+        silent = {rank: self._count(rank) for rank in range(self._size) if rank != self._rank}
+        while not self._ask(give_sign=False):
+            silent = {rank: count for rank, count in silent.items() if not self._lives(rank, count)}
+            settled = len(silent) == 1 or self._store.check(ending)
+            if time.monotonic() > (sure if settled else began + WORD_SECONDS):
+                has = "has" if len(silent) == 1 else "have"
+                seen = f"{named(silent)} {has} given no sign of life since a connection was closed" if silent else ""
+                self._heard = announce(self._store, seen or "a connection was closed")
             time.sleep(LOOK_SECONDS / 10)
-        raise self.loss("a connection was closed") from error
+
+    def _lives(self, rank: int, count: int) -> bool:
+        """Whether this rank has shown since it had this count."""
+        return self._count(rank) != count or self._store.check([event_key("ending", rank)])
 
 
 def silence() -> str:
