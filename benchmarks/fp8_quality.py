@@ -3,7 +3,8 @@
     python benchmarks/fp8_quality.py train DIR [--seeds 1,2,3] [--matmuls bf16,fp8] [field=value ...]
     python benchmarks/fp8_quality.py gradients DIR [field=value ...]
     python benchmarks/fp8_quality.py layers DIR [field=value ...]
-    python benchmarks/fp8_quality.py plot DIR                            DIR/fp8_quality.svg and .txt
+    python benchmarks/fp8_quality.py summary DIR [--beside FILE]         DIR/fp8_quality.txt
+    python benchmarks/fp8_quality.py plot DIR [--beside FILE]            and DIR/fp8_quality.svg
 
 The first three add lines to DIR/fp8_quality.jsonl, fp8_gradients.jsonl and fp8_layers.jsonl. Fields are those of a
 recipe; without any, the demo. `train` makes `max_steps` steps with bf16 and with fp8 products for each seed, which
@@ -13,7 +14,8 @@ it was trained, and once more in bf16, as it is exported. A line is written as s
 not run again. `gradients` makes one backward with each and compares the gradient of every weight, layer by layer, with
 those of fp32; `init=random` is a model of random weights and tokens. `layers` computes the loss of a pretrained model
 with the products of one layer after the other left in bf16: which of them should be? On a CPU fp8 is emulated, and the
-rows say so. Needs matplotlib to plot.
+rows say so. `--beside` takes what DIR does not have from the rows of another run, and the summary says so. Needs
+matplotlib to plot.
 """
 
 import argparse
@@ -42,6 +44,8 @@ from penstock.run.train import train
 
 DEMO = dataclasses.replace(PRESETS["demo"], batch_size=2, max_length=128, max_steps=200, validation=0.1, prompt=None)
 MATMULS = ("bf16", "fp8")
+SAME = {"smol": "smollm2", "SmolLM2-135M-Instruct.Q4_1": "smollm2"}
+"""Names of one file: the first is that of the rows of November 2026, the second the one it is published with."""
 
 
 def recipe_of(words: list[str]) -> Recipe:
@@ -52,7 +56,9 @@ def recipe_of(words: list[str]) -> Recipe:
 
 
 def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Of a file, with one name for one model."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [{**row, "model": SAME.get(row["model"], row["model"])} for row in rows]
 
 
 def add(path: Path, row: dict) -> None:
@@ -69,7 +75,7 @@ def about(recipe: Recipe, device: torch.device) -> dict:
         "torch": version("torch"),
         "fp8_ends": FP8_ENDS,
         **{name: to_dict(recipe)[name] for name in kept},
-        **{name: Path(getattr(recipe, name)).name for name in ("model", "data")},  # wherever they lie
+        **{name: SAME.get(known, known) for name in ("model", "data") for known in [Path(getattr(recipe, name)).name]},
     }
 
 
@@ -102,12 +108,10 @@ def in_bf16(recipe: Recipe) -> float:
 
 def quality(directory: Path, seeds: list[int], matmuls: list[str], recipe: Recipe) -> None:
     path, device = directory / "fp8_quality.jsonl", pick_device(recipe.device)
-    names = ("seed", "matmul", "model", "data", "max_steps", "fp8_ends")
-    known = {tuple(row.get(name) for name in names) for row in lines(path)}
-    shared = about(recipe, device)
+    known, shared = {run_of(row) for row in lines(path)}, about(recipe, device)
     for seed in seeds:
         for matmul in matmuls:
-            if (seed, matmul, shared["model"], shared["data"], recipe.max_steps, FP8_ENDS) in known:
+            if run_of({**shared, "seed": seed, "matmul": matmul}) in known:
                 continue
             with tempfile.TemporaryDirectory(prefix="fp8-quality-") as place:
                 one = parted(recipe, Path(place))
@@ -134,6 +138,24 @@ def quality(directory: Path, seeds: list[int], matmuls: list[str], recipe: Recip
     print("\n".join(summary_of(lines(path))))
 
 
+def run_of(row: dict) -> tuple:
+    """What tells one run from another. Which layers stay in bf16 is nothing to a run of which all do."""
+    names = ("seed", "matmul", "model", "data", "max_steps")
+    return (*(row[name] for name in names), row.get("fp8_ends", 0) if row["matmul"] == "fp8" else 0)
+
+
+def with_others(directory: Path, beside: Path | None) -> list[dict]:
+    """The rows of a directory, and those of another run for the works that it has and the kinds that it lacks."""
+    rows = lines(directory / "fp8_quality.jsonl")
+    have = {(row["model"], row["data"], row["max_steps"], row["matmul"]) for row in rows}
+    works = {work[:3] for work in have}
+    for row in lines(beside) if beside else []:
+        work = (row["model"], row["data"], row["max_steps"])
+        if work in works and (*work, row["matmul"]) not in have:
+            rows.append({**row, "beside": True})
+    return rows
+
+
 def summary_of(rows: list[dict]) -> list[str]:
     """Mean evaluation losses, the spread between seeds, and the difference of both kinds seed by seed."""
     found = []
@@ -148,11 +170,13 @@ def summary_of(rows: list[dict]) -> list[str]:
         spread = statistics.stdev(by_kind["bf16"][seed] for seed in both) if len(both) > 1 else float("nan")
         in_bf16 = [row["eval_loss_in_bf16"] for row in own if row["matmul"] == "fp8" and "eval_loss_in_bf16" in row]
         after = f", evaluated in bf16 {statistics.mean(in_bf16):.5f}" if in_bf16 else ""
+        others = sorted({row["matmul"] for row in own if row.get("beside")})
+        others = f"; {' and '.join(others)} from another run" if others else ""
         found.append(
             f"{work[0]}, {work[1]}, {work[2]} steps, {len(both)} seeds: "
             f"bf16 {means['bf16']:.5f}, fp8 {means['fp8']:.5f}{after}; "
             f"fp8 less bf16 by seed {', '.join(f'{value:+.5f}' for value in apart)}; "
-            f"standard deviation between seeds {spread:.5f}"
+            f"standard deviation between seeds {spread:.5f}{others}"
         )
     return found
 
@@ -202,7 +226,12 @@ def gradients(directory: Path, recipe: Recipe) -> None:
             ours = found[kind].pop(name).to(device).double()
             cosine = (ours * exact).sum() / (ours.norm() * exact.norm())
             errors[name][kind] = {"error": float((ours - exact).norm() / exact.norm()), "cosine": float(cosine)}
-    row = {**about(recipe, device), "layers": config.get_text_config().num_hidden_layers, "losses": losses}
+    row = {
+        **about(recipe, device),
+        "fp8_ends": 0,
+        "layers": config.get_text_config().num_hidden_layers,
+        "losses": losses,
+    }
     add(directory / "fp8_gradients.jsonl", {**row, "gradients": errors})
     print("\n".join(lines_of_errors({**row, "gradients": errors})))
 
@@ -240,7 +269,8 @@ def sensitivity(directory: Path, recipe: Recipe) -> None:
     none = loss_in_bf16_of(*range(count))
     alone = [everything - loss_in_bf16_of(number) for number in range(count)]
     ends = {k: everything - loss_in_bf16_of(*range(k), *range(count - k, count)) for k in (1, 2, 3)}
-    row = {**about(recipe, device), "bf16": none, "fp8": everything, "gained_by_layer": alone, "gained_by_ends": ends}
+    found = {"bf16": none, "fp8": everything, "gained_by_layer": alone, "gained_by_ends": ends}
+    row = {**about(recipe, device), "fp8_ends": 0, **found}
     add(directory / "fp8_layers.jsonl", row)
     print(f"{row['model']}, {batch.num_tokens} tokens: loss {none:.5f} with bf16, {everything:.5f} with fp8")
     print("in bf16 one layer gains " + ", ".join(f"{number}: {gain:+.5f}" for number, gain in enumerate(alone)))
@@ -248,13 +278,21 @@ def sensitivity(directory: Path, recipe: Recipe) -> None:
         print(f"the first {k} and the last {k} together: {gain:+.5f} of {everything - none:+.5f}")
 
 
-def plot(directory: Path) -> None:
+def summarize(directory: Path, beside: Path | None) -> list[dict]:
+    """Prints and writes the summary of these rows."""
+    rows = with_others(directory, beside)
+    text = "\n".join(summary_of(rows) or ["no work has rows of both kinds"])
+    (directory / "fp8_quality.txt").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return rows
+
+
+def plot(directory: Path, rows: list[dict]) -> None:
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    rows = lines(directory / "fp8_quality.jsonl")
     works = sorted({(row["model"], row["data"]) for row in rows})
     figure, axes = pyplot.subplots(1, len(works), figsize=(6 * len(works), 4), squeeze=False)
     for axis, work in zip(axes[0], works, strict=True):
@@ -267,19 +305,21 @@ def plot(directory: Path) -> None:
         axis.legend()
     figure.tight_layout()
     figure.savefig(directory / "fp8_quality.svg")
-    (directory / "fp8_quality.txt").write_text("\n".join(summary_of(rows)) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("job", choices=("train", "gradients", "layers", "plot"))
+    parser.add_argument("job", choices=("train", "gradients", "layers", "summary", "plot"))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--matmuls", default=",".join(MATMULS))
+    parser.add_argument("--beside", type=Path, metavar="FILE")
     parser.add_argument("fields", nargs="*", metavar="field=value")
     args = parser.parse_intermixed_args()
-    if args.job == "plot":
-        plot(args.directory)
+    if args.job in ("summary", "plot"):
+        rows = summarize(args.directory, args.beside)
+        if args.job == "plot":
+            plot(args.directory, rows)
     elif args.job != "train":
         {"gradients": gradients, "layers": sensitivity}[args.job](args.directory, recipe_of(args.fields))
     else:

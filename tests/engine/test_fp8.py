@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -103,6 +104,33 @@ def test_streamed_weights_change_no_bit(device, clip):
         ours = run(dataclasses.replace(base, **changes), device)
         assert ours[0] == kept[0], name
         assert_same(ours, kept)
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_skips_the_step(bad, weights):
+    """One number of one product's gradient, which the cast must pass on."""
+
+    def poison(module, inputs, product):
+        if product.requires_grad:  # not in the first forward of a layer that streams
+            product.register_hook(lambda g: g.index_fill(-1, torch.tensor(3), bad))
+
+    engine, batches = build(fp8(rows=4, weights=weights)), micro_batches(4)
+    assert not step(engine, batches).skipped
+    before = {name: tensor.clone() for name, tensor in bits(engine).items()}
+    linear = find_decoder(engine.model).layers[2].self_attn.o_proj
+    assert type(linear) is Fp8Linear
+    hook = linear.register_forward_hook(poison)
+    result = step(engine, batches)
+    hook.remove()
+    assert result.skipped
+    assert math.isfinite(result.loss), "forward was right"
+    after = bits(engine)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert not step(engine, batches).skipped
+    assert any(not torch.equal(before[name], tensor) for name, tensor in bits(engine).items())
+    engine.release()
+    engine.drop_weights()
 
 
 def test_layer_by_layer_the_last_product_is_left_out_in_fp8_too():

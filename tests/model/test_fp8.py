@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.model.attention import Segments, stock_attention, use_attention
 from penstock.model.compiled import set_compile
 from penstock.model.decoder import find_decoder
-from penstock.model.fp8 import Fp8Linear
+from penstock.model.fp8 import Fp8Linear, _cast
 from penstock.model.loss import packed_loss
 from penstock.model.matmul import set_matmul
 from penstock.model.recompute import set_recompute
@@ -115,10 +115,15 @@ def test_zeros_stay_zeros_and_what_is_no_number_shows():
     linear.__class__ = Fp8Linear
     assert [float(t.abs().max()) for t in gradients_of(linear, torch.zeros_like(x), gradient)[::2]] == [0.0, 0.0]
     assert not any(t.count_nonzero() for t in gradients_of(linear, x, torch.zeros_like(gradient))[1:])
-    for wrong in (math.nan, math.inf):
-        x[0, 3, 7] = wrong
-        product, _, by_weight = gradients_of(linear, x, gradient)
+    for wrong in (math.nan, math.inf, -math.inf):
+        bad_x, bad_gradient = x.clone(), gradient.clone()
+        bad_x[0, 3, 7] = bad_gradient[0, 3, 7] = wrong
+        product, _, by_weight = gradients_of(linear, bad_x, gradient)
         assert not product.isfinite().all()
+        assert not by_weight.isfinite().all()
+        product, by_x, by_weight = gradients_of(linear, x, bad_gradient)
+        assert product.isfinite().all()
+        assert not by_x.isfinite().all()
         assert not by_weight.isfinite().all()
 
 
@@ -132,6 +137,13 @@ def test_the_largest_number_is_cast_to_the_largest_and_never_beyond():
         x = torch.zeros(1, 16)
         x[0, 0] = size
         assert linear(x)[0, 0].item() == pytest.approx(size.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "over"), [(torch.float8_e4m3fn, 1.035), (torch.float8_e5m2, 1.07)])
+def test_a_number_may_be_a_little_over_the_largest(dtype, over):
+    """As where a compiled layer keeps the scale and rounds what it computes again in another order."""
+    largest = torch.tensor(3.0)
+    assert _cast(over * largest, largest, dtype).float() == torch.finfo(dtype).max
 
 
 def test_it_is_what_torchao_computes():

@@ -11,7 +11,9 @@ from penstock.model import unneeded
 from penstock.model.attention import Before, use_attention
 from penstock.model.compiled import set_compile
 from penstock.model.decoder import find_decoder
+from penstock.model.fp8 import Fp8Linear
 from penstock.model.loss import hidden_states
+from penstock.model.matmul import set_matmul
 from penstock.model.tiles import Tiled, _Sums, check_tiles, set_tiles, spans
 from penstock.model.unneeded import keep_last_products, leave_out_last_product
 
@@ -80,16 +82,29 @@ def test_of_any_length(tile, rows):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("graphs_only")
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "qwen3_moe"])
-def test_compiled(name):
+@pytest.mark.parametrize(
+    ("name", "matmul"),
+    [(name, "bf16") for name in ("llama", "qwen3", "gpt_oss", "qwen3_moe")] + [("llama", "fp8"), ("qwen3_moe", "fp8")],
+)
+def test_compiled(name, matmul):
     """Both parts of the layer; layers of one kind share what is compiled, and nothing is compiled again."""
     torch._dynamo.reset()
-    calls = called_with(tiny_model(name, num_hidden_layers=4), "long")
+    model = tiny_model(name, num_hidden_layers=4)
+    set_matmul(model, find_decoder(model).layers, matmul)
+    calls = called_with(model, "long")
     for number, call in enumerate(calls):
         gradient = torch.randn(call[1].shape, generator=torch.Generator().manual_seed(1))
         torch._dynamo.utils.counters.clear()
-        assert_close(in_tiles(*call, gradient, tile=10, compiled=True), at_once(*call, gradient), error=2e-5)
+        with torch.autograd.profiler.profile() as profile:  # compiled code runs under no dispatch mode
+            ours = in_tiles(*call, gradient, tile=10, compiled=True)
         set_compile([call[0]], False, pytest.fail)
+        in_fp8 = sum(event.name == "aten::_scaled_mm" for event in profile.function_events)
+        if matmul == "fp8":  # each tile has scales of its own
+            assert_close(ours, in_tiles(*call, gradient, tile=10), error=2e-2)  # a last bit may be another fp8 number
+            assert in_fp8 >= 4 * 3 * sum(isinstance(part, Fp8Linear) for part in call[0].modules()) > 0, "four tiles"
+        else:
+            assert_close(ours, at_once(*call, gradient), error=2e-5)
+            assert not in_fp8
         if number >= 2:
             assert not torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
     torch._dynamo.reset()

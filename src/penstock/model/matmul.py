@@ -1,9 +1,14 @@
 """Which products of a model run in fp8: of the linear layers of all decoder layers but the first and the last.
 
-The head, the embedding, norms and attention never do. Neither do routers, whose choice of experts one rounding
-changes, nor experts: their weights are grouped products, for which the field has no fp8 that is more than a prototype.
-A linear layer with a side that is no multiple of sixteen stays as it is, since tensor cores do not take it; what stays
-is said.
+The head, the embedding, norms and attention never do. Neither do routers, whose choice of experts one rounding changes,
+nor experts, whose products are grouped. torch 2.13 has a grouped product of fp8 numbers (`scaled_grouped_mm`). It was
+rejected: both factors must be e4m3, which has less range than gradients get here; every row, or block, has a scale of
+its own; the weight's gradient sums over an expert's tokens, so that both factors must be stored along them and the
+tokens of each expert filled up to a multiple of sixteen; a CPU has no such product to test with; and torchao's layer
+around it is a prototype.
+
+A linear layer with a side that is no multiple of sixteen stays as it is, since tensor cores do not take it, and so does
+what is not an `nn.Linear` itself; what stays is said.
 """
 
 from __future__ import annotations
@@ -12,10 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from penstock.errors import RecipeError, counted
+from penstock.model.compiled import experts_of
 from penstock.model.decoder import find_decoder
 from penstock.model.flops import flops_per_token, num_experts
 from penstock.model.fp8 import Fp8Linear
@@ -30,40 +36,59 @@ _ROUTERS = ("gate", "router")
 
 @dataclass(frozen=True)
 class Chosen:
-    """What of a model runs in fp8."""
+    """What of some layers runs in fp8, and what else is multiplied there."""
 
     linears: tuple[nn.Linear, ...]
-    refused: tuple[str, ...]
-    """Linear layers that do not allow it: their names in their layer, with shape or class."""
-    experts: int
+    left_out: dict[str, tuple[str, ...]]
+    """Other weights by why: their names in their layer, with shape or class."""
+    experts: float
     """Weights of experts that a token is multiplied with, in all layers."""
 
 
 def choose(model: PreTrainedModel, layers: Sequence[nn.Module]) -> Chosen:
-    """Look at every linear layer of some decoder layers."""
-    linears, refused, experts = list[nn.Linear](), list[str](), 0
+    """Look at every weight of some decoder layers with which something may be multiplied."""
+    linears, uneven, foreign, experts = list[nn.Linear](), list[str](), list[str](), 0.0
     config = model.config.get_text_config()
     for layer in layers:
-        experts += sum(p.numel() for name, p in layer.named_parameters() if "experts" in name.split("."))
+        stacked = [part for part in experts_of(layer) if not isinstance(part, nn.Conv1d)]
         for name, module in layer.named_modules():
-            if not isinstance(module, nn.Linear) or _routes(name, module, config):
+            if "experts" in name.split(".") or module in stacked:
+                experts += sum(p.numel() * _share(p, name, config) for p in module.parameters(recurse=False))
                 continue
-            if not (type(module) is nn.Linear or isinstance(module, Fp8Linear)):
-                refused.append(f"{name} ({type(module).__name__})")  # it may compute something of its own
-            elif any(side % FP8_MULTIPLE for side in module.weight.shape):
-                refused.append(f"{name} ({module.out_features} x {module.in_features})")
-            else:
-                linears.append(module)
-    if experts:
-        experts = int(experts * config.num_experts_per_tok / num_experts(config))
-    return Chosen(tuple(linears), tuple(refused), experts)
+            for own, weight in module.named_parameters(recurse=False):
+                if weight.ndim < 2 or _routes(name, weight, config):
+                    continue
+                if not (type(module) is nn.Linear or isinstance(module, Fp8Linear)):
+                    foreign.append(
+                        f"{name}.{own}".removesuffix(".weight").removeprefix(".") + f" ({type(module).__name__})"
+                    )
+                elif any(side % FP8_MULTIPLE for side in weight.shape):
+                    uneven.append(f"{name} ({module.out_features} x {module.in_features})")
+                else:
+                    linears.append(module)
+    reasons = {
+        f"both sides must be multiples of {FP8_MULTIPLE}": uneven,
+        "only an nn.Linear is known to be nothing but a product": foreign,
+    }
+    return Chosen(tuple(linears), {why: tuple(names) for why, names in reasons.items() if names}, experts)
 
 
-def _routes(name: str, module: nn.Linear, config: PreTrainedConfig) -> bool:
-    """Whether a linear layer is of experts, or chooses among them, or how much of one is taken."""
-    *path, own = name.split(".")
-    chooses = own.removeprefix("shared_expert_") in _ROUTERS or module.out_features in (1, num_experts(config))
-    return "experts" in path or bool(num_experts(config) and chooses)
+def _share(weight: Tensor, name: str, config: PreTrainedConfig) -> float:
+    """Of a weight of experts, what a token is multiplied with: all of those that every token has."""
+    experts = num_experts(config)
+    routed = experts and ("experts" in name.split(".") or (weight.ndim == 3 and len(weight) == experts))
+    return float(config.num_experts_per_tok / experts) if routed else 1.0
+
+
+def _routes(name: str, weight: Tensor, config: PreTrainedConfig) -> bool:
+    """Whether a weight chooses among experts, or how much of one is taken."""
+    own = name.rpartition(".")[2]
+    chooses = own.removeprefix("shared_expert_") in _ROUTERS or len(weight) in (1, num_experts(config))
+    return bool(num_experts(config) and chooses)
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(sorted(set(names)))
 
 
 def inner(layers: Sequence[nn.Module]) -> list[nn.Module]:
@@ -105,11 +130,8 @@ def check_matmul(recipe: Recipe, config: PreTrainedConfig, device: torch.device)
     layers = inner(find_decoder(model).layers)
     chosen = choose(model, layers)
     if not chosen.linears:
-        others = ", ".join(sorted(set(chosen.refused)))
-        found = (
-            f"both sides must be multiples of {FP8_MULTIPLE}: {others}" if others else "its layers have no nn.Linear"
-        )
-        raise no_fp8(recipe.model, found if layers else "")
+        found = "; ".join(f"{why}: {_named(names)}" for why, names in chosen.left_out.items())
+        raise no_fp8(recipe.model, (found or "its layers have no nn.Linear") if layers else "")
 
 
 def describe(model: PreTrainedModel, layers: Sequence[nn.Module], recipe: Recipe, device: torch.device) -> str:
@@ -126,9 +148,8 @@ def describe(model: PreTrainedModel, layers: Sequence[nn.Module], recipe: Recipe
     )
     if experts:
         found += f"; experts stay {plain} ({each * experts:.0%} of the FLOPs), and so do routers"
-    if chosen.refused:
-        kinds, count = ", ".join(sorted(set(chosen.refused))), counted(len(chosen.refused), "linear layer")
-        found += f"; {count} too, since both sides must be multiples of {FP8_MULTIPLE}: {kinds}"
+    for why, names in chosen.left_out.items():
+        found += f"; {counted(len(names), 'weight')} too, since {why}: {_named(names)}"
     if device.type == "cpu":
         found += "; emulated on this CPU: the same casts, products in fp32, slower than without"
     return found
