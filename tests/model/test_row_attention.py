@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny import tiny_model
+from torch.nn.attention import SDPBackend
 
 from penstock.model import row_attention
 from penstock.model.attention import Segments, use_attention
@@ -108,6 +109,79 @@ def test_it_is_what_torch_computes(given):
 def test_torchs_own_checks_of_an_operation(given):
     q, k, v = (torch.randn(2, 12, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     torch.library.opcheck(row_attention._attend, (q, k, v, 0.3))
+
+
+def asked(monkeypatch, choice):
+    """Heads of keys in each call of torch's attention, where torch is said to choose a kernel by those."""
+    heads, real = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(q, k, v, **more):
+        heads.append(k.shape[1])
+        return real(q, k, v, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(row_attention, "_choice", lambda heads, size, kv_heads, *_: choice(heads, kv_heads).value)
+    return heads
+
+
+@pytest.mark.parametrize(
+    ("grouped", "repeated", "seen"),
+    [
+        (SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, [4, 4]),
+        (SDPBackend.MATH, SDPBackend.MATH, [2, 4]),
+        (SDPBackend.FLASH_ATTENTION, SDPBackend.FLASH_ATTENTION, [2, 4]),
+    ],
+)
+def test_keys_and_values_are_repeated_where_only_so_there_is_a_kernel(monkeypatch, grouped, repeated, seen):
+    torch.manual_seed(0)
+    q, *pairs = (torch.randn(24, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2, 4, 4))
+    gradient, found = torch.randn(24, 4, 8, dtype=torch.float64), []
+    for by_torch in (True, False):
+        with monkeypatch.context() as patch:
+            heads = [] if by_torch else asked(patch, lambda q_heads, n: repeated if q_heads == n else grouped)
+            for k, v in (pairs[:2], pairs[2:]):
+                out = attend_rows(q, k, v, 12, 0.3)
+                found.append([out, *torch.autograd.grad(out, (q, k, v), gradient)])
+    assert heads == seen
+    for ours, theirs in zip(found[2:], found[:2], strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_repeated_keys_are_compiled(monkeypatch):
+    asked(monkeypatch, lambda heads, n: SDPBackend.EFFICIENT_ATTENTION if heads == n else SDPBackend.MATH)
+    torch._dynamo.reset()
+    attending = torch.compile(attend_rows, backend="aot_eager", fullgraph=True)
+    q, k, v = (torch.randn(24, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    ours, theirs = (torch.autograd.grad(f(q, k, v, 12, 0.3).sum(), (q, k, v)) for f in (attending, attend_rows))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(("dtype", "size", "error"), [(torch.float32, 128, 1e-3), (torch.bfloat16, 320, 2e-2)])
+def test_gpu_no_logits_of_row_by_row(monkeypatch, dtype, size, error):
+    """Fewer key heads in fp32, and heads of more than flash attention takes."""
+    choices, real = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(q, k, v, **more):
+        asked = {name: value for name, value in more.items() if name != "scale"}
+        choices.append(torch._fused_sdp_choice(q, k, v, **asked))
+        return real(q, k, v, **more)
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1024, n, size, device="cuda", dtype=dtype, requires_grad=True) for n in (8, 2, 2))
+    gradient = torch.randn(1024, 8, size, device="cuda", dtype=dtype)
+    exact = [x.detach().double().cpu().requires_grad_() for x in (q, k, v)]
+    wanted = torch.autograd.grad(attend_rows(*exact, 512, 0.1), exact, gradient.double().cpu())
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    found = torch.autograd.grad(attend_rows(q, k, v, 512, 0.1), (q, k, v), gradient)
+    assert choices
+    assert SDPBackend.MATH.value not in choices
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.double().cpu() - b).norm() <= error * b.norm()
 
 
 def test_without_cudnn_torchs_attention_runs():

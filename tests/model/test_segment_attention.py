@@ -6,11 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_attention import plain_attention
 from tiny import SEVEN, Largest, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from penstock.model import attention, segment_attention
 from penstock.model.attention import Segments, attend, use_attention
 from penstock.model.decoder import find_decoder
 from penstock.model.loss import hidden_states
+from penstock.model.recompute import keeping_narrow
 from penstock.model.segment_attention import attend_segment
 
 
@@ -29,6 +33,69 @@ def test_blocks_are_the_whole(length, window, sink, most):
         found.append([out.detach(), *(x.grad for x in (q, k, v, sinks) if x is not None)])
     for whole, blocks in zip(*found, strict=True):
         torch.testing.assert_close(blocks, whole, rtol=1e-4, atol=1e-5)
+
+
+class Given(TorchDispatchMode):
+    """Bytes of new memory that operations give, all together."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        tensors = [[x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)] for tree in ((args, kwargs), result)]
+        had, gives = ({x.untyped_storage()._cdata: x.untyped_storage() for x in some} for some in tensors)
+        self.num_bytes += sum(storage.nbytes() for key, storage in gives.items() if key not in had)
+        return result
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_with_a_window_twice_the_tokens_take_twice_the_memory(sink, monkeypatch):
+    """Of all that is ever made, forward and backward: no block answers with gradients of the whole segment."""
+    monkeypatch.setattr(segment_attention, "_MOST_LOGITS", 2048)
+    taken = []
+    for length in (512, 1024):
+        q, k, v = (torch.randn(length, 2, 4, requires_grad=True) for _ in range(3))
+        sinks = torch.zeros(2, requires_grad=True) if sink else None
+        with Given() as given:
+            attend_segment(q, k, v, 0.4, 16, sinks).sum().backward()
+        taken.append(given.num_bytes)
+    assert taken[1] < 2.1 * taken[0]
+
+
+@pytest.mark.parametrize("trained", [(0,), (1,), (1, 2), (0, 3), (3,)])
+def test_gradients_of_some_of_what_goes_in(trained, monkeypatch):
+    """Of queries, keys, values and sinks, by blocks, as they are of one block."""
+    torch.manual_seed(0)
+    given, found = [torch.randn(30, 2, 4) for _ in range(3)] + [torch.randn(2)], []
+    for most in (2**24, 64):
+        monkeypatch.setattr(segment_attention, "_MOST_LOGITS", most)
+        leaves = [x.clone().requires_grad_(number in trained) for number, x in enumerate(given)]
+        out = attend_segment(*leaves[:3], 0.4, 5, leaves[3])
+        found.append(torch.autograd.grad(out.square().sum(), [leaves[number] for number in trained]))
+    for whole, blocks in zip(*found, strict=True):
+        torch.testing.assert_close(blocks, whole)
+
+
+@pytest.mark.parametrize("how", ["full", "selected", "compiled"])
+def test_blocks_where_a_layer_is_computed_again_or_compiled(how, monkeypatch):
+    """The same gradients, to the bit."""
+    monkeypatch.setattr(segment_attention, "_MOST_LOGITS", 64)
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, heads, 30, 4, requires_grad=True) for heads in (4, 2, 2)]
+    sinks, segments = torch.randn(4, requires_grad=True), Segments.of((0, 11, 30), torch.device("cpu"))
+
+    def layer(q, k, v, sinks):
+        out, _ = attend(torch.nn.Module(), q * 2, k, v, None, sliding_window=5, s_aux=sinks, segments=segments)
+        return out.sin()
+
+    def recomputed(*inputs):
+        more = {"context_fn": keeping_narrow} if how == "selected" else {}
+        return checkpoint(layer, *inputs, use_reentrant=False, **more)
+
+    other = torch.compile(layer, backend="eager") if how == "compiled" else recomputed
+    inputs = [*tensors, sinks]
+    ours, theirs = (torch.autograd.grad(f(*inputs).square().sum(), inputs) for f in (other, layer))
+    assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("sink", [False, True])

@@ -31,7 +31,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from penstock.errors import ModelError
-from penstock.model.row_attention import attend_rows
+from penstock.model.long_segments import attend_segments, has_long
+from penstock.model.row_attention import attend_rows, is_fast
 from penstock.model.segment_attention import attend_segment
 from penstock.model.sinks import flash_with_sinks
 
@@ -67,6 +68,10 @@ class Segments:
     """Tokens in the longest segment."""
     alike: bool
     """All segments have one length. Every row begins one, so that without windows they are a plain batch of rows."""
+    on_host: Tensor
+    """The boundaries as a tensor, for an operation into which the compiler does not look."""
+    has_long: bool
+    """Whether any segment is long enough to be attended to alone."""
 
     @classmethod
     def of(cls, boundaries: Sequence[int], device: torch.device) -> Segments:
@@ -77,12 +82,12 @@ class Segments:
         lengths = [end - start for start, end in itertools.pairwise(boundaries)]
         assert boundaries[0] == 0, f"boundaries begin at 0, not {boundaries[0]}"
         assert min(lengths) > 0, f"boundaries must rise: {boundaries}"
-        offsets = torch.tensor(boundaries, dtype=torch.int32)
+        offsets = on_host = torch.tensor(boundaries, dtype=torch.int32)
         if device.type == "cuda":  # from pageable memory the copy would wait for all work queued on the GPU
-            offsets = offsets.pin_memory()
-        offsets = offsets.to(device, non_blocking=True)
-        torch._dynamo.maybe_mark_dynamic(offsets, 0)
-        return cls(tuple(boundaries), offsets, max(lengths), len(set(lengths)) == 1)
+            offsets = on_host.pin_memory().to(device, non_blocking=True)
+        for tensor in (offsets, on_host):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return cls(tuple(boundaries), offsets, max(lengths), len(set(lengths)) == 1, on_host, has_long(lengths))
 
 
 _AUTO = "Try --attention auto."
@@ -296,6 +301,8 @@ def attend(
     def some_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         if segments.alike and not windowed and sinks is None:
             return attend_rows(q, k, v, segments.max_length, scale)
+        if segments.has_long and not windowed and sinks is None and is_fast(q, v):
+            return attend_segments(q, k, v, segments.on_host, scale)
         if query.is_cuda and half and value.shape[-1] == head_dim <= _FLASH_HEAD_DIM:
             return _flash(q, k, v, segments.offsets, longest, scale, sliding_window if windowed else None, sinks)
         out: Tensor = _one_by_one(q, k, v, segments, scale, sliding_window, sinks)

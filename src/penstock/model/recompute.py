@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from penstock.model.long_segments import ATTEND_SEGMENTS
 from penstock.model.row_attention import ATTEND_ROWS
 from penstock.recipe.recipe import Recompute
 
@@ -42,6 +43,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.torch_attn._varlen_attn.default,
     ATTEND_ROWS,
+    ATTEND_SEGMENTS,
 }
 _FP8 = _aten._scaled_mm.default
 PRODUCTS = _MATRIX | _ATTENTION | {_aten._grouped_mm.default, _FP8}

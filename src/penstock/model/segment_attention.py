@@ -3,14 +3,20 @@
 Without either it is torch's own causal attention. Otherwise there is a mask, of which a long segment would have more
 than any memory holds: 131,072 tokens squared are 17 G. So queries are taken in blocks, each with the keys that it may
 reach, and a block is computed again in backward. Short segments are one block, written as ever.
+
+Backward adds what a block gives where its keys and values lie. Left to autograd, it gave each block gradients of all
+keys and values of the segment, so that its time grew with the square of the length, whatever the window.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 _MOST_LOGITS = 2**24
 """Of a segment of one block, and, of all heads, of one of several blocks."""
@@ -28,13 +34,51 @@ def attend_segment(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | 
     if length * length <= _MOST_LOGITS:
         return _block(q, k, v, 0, scale, reach, sinks).transpose(0, 1)
     size = max(1, min(reach, _MOST_LOGITS // (heads * reach)))
-    found: list[Tensor] = []
+    out: Tensor = _Blocks.apply(q, k, v, sinks, scale, reach, size)  # type: ignore[no-untyped-call]
+    return out.transpose(0, 1)
+
+
+class _Blocks(torch.autograd.Function):
+    """(heads, tokens, head size) in and out, by blocks of `size` queries."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, reach: int, size: int
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, sinks)
+        ctx.settings = scale, reach, size
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        for queries, keys in _spans(q.shape[1], reach, size):
+            before = queries.start - keys.start
+            out[:, queries] = _block(q[:, queries], k[:, keys], v[:, keys], before, scale, reach, sinks)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        scale, reach, size = ctx.settings
+        inputs, wanted = ctx.saved_tensors, ctx.needs_input_grad[:4]
+        found = [torch.zeros_like(x) if yes else None for x, yes in zip(inputs, wanted, strict=True)]
+        for queries, keys in _spans(gradient.shape[1], reach, size):
+            places = (slice(None), queries), (slice(None), keys), (slice(None), keys), (slice(None),)
+            cut = zip(inputs, places, wanted, strict=True)
+            parts: list[Any] = [x if x is None else x.detach()[at].requires_grad_(yes) for x, at, yes in cut]
+            q, k, v, sinks = parts
+            with torch.enable_grad():
+                out = _block(q, k, v, queries.start - keys.start, scale, reach, sinks)
+            leaves = [x for x, yes in zip(parts, wanted, strict=True) if yes]
+            gradients = iter(torch.autograd.grad(out, leaves, gradient[:, queries]))
+            for whole, at in zip(found, places, strict=True):
+                if whole is not None:
+                    whole[at] += next(gradients)
+        return (*found, None, None, None)
+
+
+def _spans(length: int, reach: int, size: int) -> Iterator[tuple[slice, slice]]:
+    """Blocks of queries, and the keys that each of them reaches."""
     for first in range(0, length, size):
-        end, start = min(first + size, length), max(0, first - reach + 1)
-        block = (q[:, first:end], k[:, start:end], v[:, start:end], first - start, scale, reach, sinks)
-        result: Tensor = checkpoint(_block, *block, use_reentrant=False) if torch.is_grad_enabled() else _block(*block)
-        found.append(result)
-    return torch.cat(found, dim=1).transpose(0, 1)
+        end = min(first + size, length)
+        yield slice(first, end), slice(max(0, first - reach + 1), end)
 
 
 def _block(q: Tensor, k: Tensor, v: Tensor, before: int, scale: float, reach: int, sinks: Tensor | None) -> Tensor:
