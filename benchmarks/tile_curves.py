@@ -1,16 +1,20 @@
 """What tiles do to training: the same 200 steps in tiles and with whole rows, beside other choices that are as exact.
 
-    python benchmarks/tile_curves.py DIR [--tile 48] [field=value ...]   adds to DIR/tile_curves.jsonl
+    python benchmarks/tile_curves.py DIR [--tile 48] [--tiny KIND] [field=value ...]   adds to DIR/tile_curves.jsonl
 
-Fields are those of a recipe, and `preset`; without any, the demo. Every run begins with the same weights and sees the
-same rows in the same order, layer by layer, not compiled. Tiles compute the same in another order of sums, so that what
-they change is to be held against what other such orders change: rows one by one instead of together, and torch's own
-attention with a mask. Another seed is another order of the rows: of that only the end of the curve can be compared.
-Parked inputs must not change a bit. What the file has is not run again; the table is of its lines, by precision.
+Fields are those of a recipe, and `preset`; without any, the demo. `--tiny` is for other architectures (gpt_oss,
+qwen3_moe): a small model with random weights, made under build/tiny with the demo's tokenizer. Every run begins with
+the same weights and sees the same rows in the same order, layer by layer, not compiled. Tiles compute the same in
+another order of sums, so that what they change is to be held against what other such orders change: rows one by one
+instead of together, and transformers' own attention with a mask (eager where a model has sinks). Another seed is
+another order of the rows: of that only the end of the curve can be compared. Parked inputs must not change a bit. What
+the file has is not run again; the table is of its lines, by precision.
 """
 
 import argparse
 import dataclasses
+import json
+import shutil
 import statistics
 import time
 from importlib.metadata import version
@@ -18,23 +22,47 @@ from pathlib import Path
 
 import torch
 from curves import losses_of, mean_end
-from fp8_quality import add, lines, recipe_of
+from fp8_quality import add, recipe_of
+from transformers import AutoConfig
 
+import penstock.demo
 from penstock.machine.hardware import describe, pick_device, pick_dtype
 
 WHOLE, TILES, PARKED, OTHER_SEED = "whole rows", "tiles", "tiles, inputs parked:2", "another seed"
 SETTINGS = ("model", "data", "dtype", "batch_size", "max_length", "max_steps", "lr", "seed")
+TINY = {
+    "hidden_size": 128, "intermediate_size": 192, "moe_intermediate_size": 192, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 8, "num_experts": 8,
+    "num_experts_per_tok": 2, "sliding_window": 32, "vocab_size": 2048, "max_position_embeddings": 1024,
+    "pad_token_id": 3, "eos_token_id": 2, "bos_token_id": None,
+}  # fmt: skip
+
+
+def tiny(kind):
+    """The path of a small model of that architecture, for random weights."""
+    path = Path("build/tiny") / kind
+    path.mkdir(parents=True, exist_ok=True)
+    AutoConfig.for_model(kind, **TINY).save_pretrained(path)
+    for file in (Path(penstock.demo.__file__).parent / "model").glob("*tok*"):
+        shutil.copy(file, path)
+    shutil.copy(Path(penstock.demo.__file__).parent / "model" / "chat_template.jinja", path)
+    return str(path)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def variants(recipe, tile):
     """(label, recipe) of every run."""
+    masked = "eager" if "gpt_oss" in recipe.model else "sdpa"
     base = dataclasses.replace(recipe, order="layers", tile="none", deterministic=True, compile=False)
     changes = {
         WHOLE: {},
         TILES: {"tile": tile},
         PARKED: {"tile": tile, "inputs": "parked:2"},
         "rows one by one": {"micro_batch_size": 1},
-        "attention sdpa": {"attention": "sdpa"},
+        f"attention {masked}": {"attention": masked},
         OTHER_SEED: {"seed": base.seed + 1},
     }
     for label, change in changes.items():
@@ -87,10 +115,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--tile", default="48")
+    parser.add_argument("--tiny", default="", metavar="KIND")
     parser.add_argument("fields", nargs="*", metavar="field=value")
     args = parser.parse_intermixed_args()
     path = args.directory / "tile_curves.jsonl"
-    measure(path, recipe_of(args.fields), args.tile)
+    own = [f"model={tiny(args.tiny)}", "init=random"] if args.tiny else []
+    measure(path, recipe_of([*own, *args.fields]), args.tile)
     found = "\n".join(table(lines(path)))
     (args.directory / "tile_curves.txt").write_text(found + "\n", encoding="utf-8")
     print(found)

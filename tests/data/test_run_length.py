@@ -74,6 +74,21 @@ def test_examples_that_share_rows_attend_to_less(tmp_path):
     assert fixed.attended == 50
 
 
+def test_documents_that_nearly_fill_their_rows_do_not_fill_them(tmp_path):
+    """0 means rows that one example fills, whose attention takes them as rows."""
+    text = json.dumps({"text": "x" * 4 * 4060})
+    (tmp_path / "long.jsonl").write_text(f"{text}\n" * 10)
+    recipe = replace(DEMO, data=str(tmp_path / "long.jsonl"), max_length=4096)
+    found, filled = run_length(recipe), run_length(replace(recipe, max_length=4072))
+    assert found is not None
+    assert filled is not None
+    assert found.attended == pytest.approx(4072 / 2)
+    assert filled.attended == 2036
+    cut = run_length(replace(recipe, max_length=4000))
+    assert cut is not None
+    assert cut.attended == 0.0
+
+
 def test_data_that_is_here_and_broken_is_not_taken_for_missing(tmp_path):
     (tmp_path / "my.jsonl").write_text('{"text": "a"}\n{"text"\n')
     with pytest.raises(DataError, match=r"my\.jsonl:2: malformed JSON"):

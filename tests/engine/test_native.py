@@ -3,15 +3,20 @@
 import dataclasses
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from penstock.data.loader import Position, prepare
-from penstock.engine.native import NativeEngine, decay_groups, out_of_memory
+from penstock.engine import native
+from penstock.engine.native import NativeEngine, decay_groups, for_long_rows, out_of_memory
 from penstock.engine.trial import full_batch
 from penstock.errors import DoesNotFit
 from penstock.model.load import load_config, load_model, load_tokenizer
+from penstock.offload import placing
+from penstock.plan.layout import FORMATS, Chunk
+from penstock.plan.split import Manner, ModelBytes, Profile, Rates, requirements
 from penstock.recipe.presets import PRESETS
 from penstock.update.master import join
 
@@ -176,6 +181,50 @@ def test_out_of_memory_names_the_largest_parts_and_what_to_change(monkeypatch):
     assert caught.value.exit_code == 3
     engine.release()
     assert "--weights" not in out_of_memory({}, tiny("llama-8b", mode="zerooffload"), 1).remedy, "which it refuses"
+
+
+def test_out_of_memory_of_long_rows_names_what_takes_less_of_them():
+    """Above a shorter row, and only what is not given yet; on one GPU, where it goes."""
+    long = dataclasses.replace(tiny("llama-8b"), max_length=65_536)
+    by_layer = {"order": "layers", "recompute": "full"}
+    for given, flags in (
+        ({"recompute": "selected:1"}, "--order layers --recompute full --inputs parked --tile 16384"),
+        ({"recompute": "full"}, "--order layers --inputs parked --tile 16384"),
+        (by_layer, "--inputs parked --tile 16384"),
+        ({"weights": "streamed", "inputs": "parked:2"}, "--tile 16384"),
+        ({**by_layer, "tile": "4096"}, "--inputs parked"),
+        ({**by_layer, "attention": "sdpa"}, "--inputs parked"),
+        ({**by_layer, "inputs": "parked", "tile": "4096"}, ""),
+    ):
+        recipe = dataclasses.replace(long, **given)
+        assert for_long_rows(recipe, 1) == flags
+        assert not for_long_rows(recipe, 2)
+        assert not for_long_rows(dataclasses.replace(recipe, max_length=65_535), 1)
+        last = f"{flags}, or --max-length 32768." if flags else "--max-length 32768."
+        assert out_of_memory({}, recipe, 1).remedy.endswith(f", or {last}")
+        assert "--tile" not in out_of_memory({}, recipe, 2).remedy
+
+
+def test_state_that_does_not_fit_beside_long_rows_has_the_same_remedy(monkeypatch):
+    """Where the engine makes room, on a GPU that is not there and has none."""
+    given, place = [], native.place
+    monkeypatch.setattr(native, "place", lambda *args, **more: (given.append(more["remedy"]), place(*args, **more))[1])
+    _, engine = build(dataclasses.replace(tiny("llama-8b", recompute="full"), max_length=65_536))
+    engine.release()
+    assert given == ["--order layers --inputs parked --tile 16384"]
+    gpu, format = SimpleNamespace(device=torch.device("cuda"), sharded=False), FORMATS["fp32"]
+    for name, value in {"gpu_room": (0, 10**9), "available_host_bytes": 0, "describe": "a GPU"}.items():
+        monkeypatch.setattr(placing, name, lambda *_, value=value: value)
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    manner, nothing = Manner(in_backward=False), {"gpu": [], "stream": [], "host": []}
+    need = requirements(ModelBytes(1000, 10.0, 2.0), Profile(500, 2500), manner, 1.0, None)
+    known = (need, gpu, [Chunk(0, 0, 1000, format, 2)], Profile(), manner, lambda: Rates(5e10, 3e9), None, nothing)
+    for remedy in ("", *given):
+        with pytest.raises(DoesNotFit) as caught:
+            placing._choose(*known, remedy)
+        others = f"{remedy}, " if remedy else ""
+        assert caught.value.remedy.endswith(f"GiB), {others}--recompute full, or a smaller --micro-batch-size.")
 
 
 def test_out_of_memory_does_not_count_weights_that_stream(monkeypatch):

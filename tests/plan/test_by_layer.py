@@ -78,6 +78,17 @@ def test_inputs_of_the_whole_batch_are_kept_or_parked():
     assert parts(parked, "gpu")["saved inputs"] == 16 * 4096 * 4096 * 2 + in_flight
 
 
+@pytest.mark.parametrize(("compiled", "rows"), [(True, 6), (False, 5)])
+def test_compiled_the_last_micro_batch_has_as_many_rows_as_the_others(compiled, rows):
+    """Five rows, two at once: inputs of an empty one are kept too, if layers do not go row by row."""
+    job = Job(LLAMA_8B, 5, 4096, compiled=compiled)
+    kept, in_turn = (
+        parts(predict(job, streamed(LLAMA_8B, 2, order=order), LARGE_HOST), "gpu")["saved inputs"]
+        for order in ("layers", "rows")
+    )
+    assert (kept, in_turn) == (32 * rows * 4096 * 4096 * 2, 32 * 2 * 4096 * 4096 * 2)
+
+
 def test_state_that_travels_with_its_weight():
     """Half of the streamed layers in `stream`: state, weight and gradient come, state and weight go."""
     layer = sum(p.size for p in layer_parameters(LLAMA_8B))
@@ -205,6 +216,16 @@ def test_sums_of_micro_batches_and_the_last_update_take_time():
     assert four.exposed >= four.cpu / 16
 
 
+@pytest.mark.parametrize(("tile", "gpu_gb"), [(0, 102.5), (16_384, 67.9)], ids=["whole", "tiles"])
+def test_gpu_memory_of_a_long_row_as_measured(tile, gpu_gb):
+    """8 of llama-8b's layers, 262,144 tokens, inputs parked, all state on the GPU: 2026-11-18-h200/long."""
+    some = replace(LLAMA_8B, layers=8)
+    settings = Settings("fp32", 1, "full", 0, "layers", "parked", tile)
+    plan = predict(Job(some, 1, 262_144, compiled=True), settings, replace(H200, host_bytes=125 * 2**30))
+    assert plan.fits
+    assert plan.peak_bytes("gpu") == pytest.approx(gpu_gb * 1e9, rel=0.05)
+
+
 def test_gpu_memory_as_measured(monkeypatch):
     """17.9 GB reserved for llama-8b, 4 x 4096, with logits of 4096 tokens at once, of which 15 % are fragments."""
     monkeypatch.setattr(memory, "LOGITS_BYTES", 4 * 4096 * LLAMA_8B.vocab)
@@ -218,7 +239,7 @@ def test_gpu_memory_as_measured(monkeypatch):
 @pytest.mark.parametrize(
     ("preset", "machine", "gpus", "clip", "chosen", "gpu_bytes", "host_bytes", "step_s", "host"),
     [
-        ("llama-8b", "h200", 1, True, ("fp32", 4, "full"), 113825579008, 2000000000, 1.7848869088586097, 0),
+        ("llama-8b", "h200", 1, True, ("fp32", 4, "full"), 114765103104, 2000000000, 1.7848869088586097, 0),
         (
             "qwen3-14b",
             "h200",

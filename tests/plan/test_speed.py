@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.machine.known import H200, MACHINES
+from penstock.model.long_segments import LONG
 from penstock.plan import speed
 from penstock.plan.memory import Work
 from penstock.plan.speed import arithmetic, exchange_seconds, model_flops, update_seconds
@@ -46,6 +47,23 @@ def test_forward_and_backward_apart(monkeypatch):
     large = arithmetic(QWEN3_14B, Work(4, 4096, "full"), H200)
     assert large.forward_s == pytest.approx(1.087, rel=0.07)
     assert large.backward_s + large.recompute_s == pytest.approx(2.711, rel=0.07)
+
+
+def test_a_document_that_nearly_fills_its_row_is_attended_to_as_fast_as_one_that_does():
+    whole, most, short = (
+        arithmetic(LLAMA_8B, Work(1, 393_216, "full", attended=attended), H200).total_s
+        for attended in (0.0, 391_500**2 / 2 / 393_216, 4096 / 2)
+    )
+    assert 0.98 * whole < most < whole
+    assert short < 0.3 * whole
+    assert speed.LONG_SEGMENT == LONG
+
+
+def test_short_examples_take_the_kernel_for_segments():
+    """In rows of 8,192 tokens two examples are a little slower a token than one of half the length a row."""
+    apart = arithmetic(LLAMA_8B, Work(2, 4096, "full"), H200).total_s
+    packed = arithmetic(LLAMA_8B, Work(1, 8192, "full", attended=2048), H200).total_s
+    assert apart < packed < 1.2 * apart
 
 
 def test_an_update_of_resident_state():

@@ -51,6 +51,13 @@ def test_the_plan_chooses_tiles_where_nothing_fits_without():
     assert not make_plan(without, H200).fits
 
 
+def test_a_long_row_on_a_small_gpu_has_tiles():
+    """A whole layer of it takes 14 GB while its MLP runs backward."""
+    recipe = with_recompute(long_row("llama-8b", 65_536, gpu_memory="24GB"), H200)
+    assert recipe.tile == "16384"
+    assert make_plan(recipe, H200).fits
+
+
 def test_ordinary_rows_have_none():
     recipe = with_recompute(dataclasses.replace(PRESETS["llama-8b"], weights="streamed"), H200)
     assert recipe.tile == "none"

@@ -1,29 +1,36 @@
 """What a run knows before its weights are loaded. Its checks are tried in test_cli.py, as a user meets them."""
 
 import dataclasses
+import json
 import re
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from penstock.bench import this_machine as probe
 from penstock.checkpoint.resume import Saved
 from penstock.checkpoint.store import Checkpoint
-from penstock.data.loader import Position
+from penstock.data.cost import TokenFlops
+from penstock.data.loader import Position, prepare
+from penstock.data.packing import one_a_row
 from penstock.engine.native import NativeEngine
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import DataError, DoesNotFit, RecipeError
+from penstock.machine.known import H200
 from penstock.machine.launched import TERMINAL
 from penstock.model.load import load_model
+from penstock.plan.report import make_plan
 from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import to_dict
 from penstock.report.console import Console
 from penstock.run import preparation
 from penstock.run.preparation import (
     Start,
+    attended_by,
     check_same_data,
     dry_run,
     foresee_disk,
@@ -44,6 +51,44 @@ def test_a_run_on_a_cpu_says_its_memory_and_no_time(tmp_path, monkeypatch, capsy
     assert plan.fits
     said = capsys.readouterr().out
     assert re.match(r"planned: [\d.]+ GB host; exact fp32 state", said), "memory, and no time"
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_a_token_attends_to_is_what_the_steps_cost(packing, compiled):
+    """Of compiled layers with padding, which attends to itself; others do not compute any."""
+    recipe = dataclasses.replace(DEMO, device="cpu", packing=packing, max_length=512, batch_size=1)
+    run = prepare_run(recipe, Console(quiet=True))
+    run = dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, compile=compiled))
+    pairs_only = TokenFlops(0.0, 1.0, layers=1)
+    rows = prepare(run.recipe, run.tokenizer, 10**6, lambda _: None, pairs_only).train
+    tokens = rows.num_rows * 512 if compiled else rows.num_tokens
+    pairs = rows.costs_from(Position(), rows.num_rows).sum()
+    assert attended_by(run, 512) == pytest.approx(pairs / 2 / tokens)
+
+
+@pytest.mark.parametrize(("lengths", "attended"), [([16, 16, 16], 0.0), ([16, 16, 15], (2 * 16**2 + 15**2 + 1) / 96)])
+def test_only_rows_that_one_example_fills_are_planned_as_rows(lengths, attended):
+    rows = SimpleNamespace(
+        store=SimpleNamespace(lengths=np.array(lengths)), packing=one_a_row(np.arange(3)), num_rows=3
+    )
+    recipe = dataclasses.replace(DEMO, max_length=16, compile=True)
+    assert attended_by(SimpleNamespace(recipe=recipe, data=SimpleNamespace(train=rows)), 16) == pytest.approx(attended)
+
+
+def test_the_plan_of_a_run_is_of_its_examples(tmp_path, monkeypatch, capsys):
+    """Rows of 131,072 tokens with many short examples take a third of the seconds of one example each."""
+    (tmp_path / "short.jsonl").write_text((json.dumps({"text": "the river " * 900}) + "\n") * 144)
+    llama = dataclasses.replace(PRESETS["llama-8b"], **TINY | {"shape": "num_hidden_layers=8,vocab_size=2048"})
+    llama = dataclasses.replace(llama, data=str(tmp_path / "short.jsonl"), data_percent=100)
+    llama = dataclasses.replace(llama, max_length=131_072, batch_size=1)
+    run = prepare_run(dataclasses.replace(llama, device="cpu"), Console(quiet=True))
+    recipe = dataclasses.replace(run.recipe, device="auto", compile=True)
+    monkeypatch.setattr(preparation, "this_machine", lambda **_: H200)
+    _, plan = planned(dataclasses.replace(run, device=torch.device("cuda"), recipe=recipe), Console(), ALONE)
+    assert run.data.train.num_tokens > 131_072
+    assert plan.seconds.step < 0.4 * make_plan(dataclasses.replace(recipe, recompute="full"), H200).seconds.step
+    assert f"{plan.seconds.step:.3g} s a step" in capsys.readouterr().out
 
 
 class SecondOfTwo(World):

@@ -115,9 +115,8 @@ class _Counted:
 
     @property
     def attended(self) -> float:
-        """Tokens that one of them attends to, on average; 0 if examples fill their rows, and attention takes rows."""
-        found = self.squares / 2 / max(1.0, self.tokens)
-        return 0.0 if found > 0.99 * self.length / 2 else found
+        """Tokens that one of them attends to, on average; 0 if every example fills its row."""
+        return self.squares / 2 / max(1.0, self.tokens) if self.rest else 0.0
 
 
 def _files(recipe: Recipe) -> list[Path]:

@@ -30,10 +30,11 @@ from penstock.offload.dtensors import is_streamed, local
 from penstock.offload.placing import place
 from penstock.offload.saved_tensors import SavedTensor, state_tensors, weight_tensors
 from penstock.offload.trained import find_trained
+from penstock.plan.job import LONG_ROW, TILES
 from penstock.plan.layout import FORMATS
 from penstock.plan.split import Manner
 from penstock.recipe.lists import parse_homes
-from penstock.recipe.recipe import Recipe, inputs_every
+from penstock.recipe.recipe import Recipe, inputs_every, tile_tokens
 from penstock.update.master import round_to_bf16_
 
 
@@ -95,6 +96,7 @@ class NativeEngine:
             profile,
             manner,
             cpu_adam_cores=recipe.cpu_adam_cores,
+            remedy=for_long_rows(recipe, world.size),
         )
         self.optimizer = OffloadAdamW(
             model,
@@ -305,13 +307,14 @@ def out_of_memory(parts: dict[str, int], recipe: Recipe, ranks: int) -> DoesNotF
     """An error with the largest parts and the cheapest changes first."""
     largest = sorted(parts.items(), key=lambda part: -part[1])
     held = ", ".join(f"{name} {num_bytes / 2**30:.1f} GiB" for name, num_bytes in largest if num_bytes)
-    rows = recipe.rows_on(ranks)
+    rows, for_long = recipe.rows_on(ranks), for_long_rows(recipe, ranks)
     changes = [
         (recipe.homes not in ("auto", "stream", "host"), "--homes auto"),
         (rows > 1, f"--micro-batch-size {rows // 2}"),
         (recipe.recompute != "full", "--recompute full"),
         (recipe.mode == "superoffload" and recipe.weights != "streamed", "--weights streamed --recompute full"),
         (recipe.states == "fp32", "--states bf16"),
+        (bool(for_long), for_long),
         (True, f"--max-length {recipe.max_length // 2}"),
     ]
     return DoesNotFit(
@@ -319,6 +322,20 @@ def out_of_memory(parts: dict[str, int], recipe: Recipe, ranks: int) -> DoesNotF
         where=recipe.name,
         remedy=f"Try {', or '.join(flag for useful, flag in changes if useful)}.",
     )
+
+
+def for_long_rows(recipe: Recipe, ranks: int) -> str:
+    """The flags, of those not given yet, with which long rows take least of one GPU."""
+    if ranks > 1 or recipe.max_length < LONG_ROW:
+        return ""
+    row_by_row = not layer_by_layer(recipe)
+    flags = [
+        (row_by_row, "--order layers"),
+        (row_by_row and recipe.recompute not in ("auto", "full"), "--recompute full"),
+        (not recipe.inputs.startswith("parked"), "--inputs parked"),
+        (not tile_tokens(recipe) and recipe.attention in ("auto", "varlen"), f"--tile {TILES[0]}"),
+    ]
+    return " ".join(flag for useful, flag in flags if useful)
 
 
 def _look_for_no_garbage() -> None:

@@ -164,13 +164,19 @@ class ParkedInputs:
         self.arena.close()
 
 
+def rows_together(recipe: Recipe) -> int:
+    """Rows that go through the layers together, with the empty ones that the loader adds for compiled layers."""
+    at_once = recipe.rows_at_once
+    if recipe.order == "rows":
+        return at_once
+    return -(-recipe.batch_size // at_once) * at_once if recipe.compile else recipe.batch_size
+
+
 def saved_inputs(packed: PackedModel, recipe: Recipe, link: Link) -> SavedInputs:
     """Kept, or parked with room for the longest rows of a step."""
     if not recipe.inputs.startswith("parked"):
         return KeptInputs()
-    config, rows = packed.model.config.get_text_config(), recipe.batch_size
-    if recipe.order == "rows":
-        rows = recipe.rows_at_once
+    config, rows = packed.model.config.get_text_config(), rows_together(recipe)
     width = 2 if recipe.dtype == "bf16" else 4
     count = -(-len(packed.decoder.layers) // inputs_every(recipe.inputs))
     num_bytes = parked_bytes(count, rows, recipe.max_length * config.hidden_size, width)

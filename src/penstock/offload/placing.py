@@ -80,8 +80,12 @@ def place(
     manner: Manner,
     chunk_size: int | None = None,
     cpu_adam_cores: float = CPU_ADAM_CORES,
+    remedy: str = "",
 ) -> Placement:
-    """The home of every chunk, and how much of `stream` may come before its update."""
+    """The home of every chunk, and how much of `stream` may come before its update.
+
+    `remedy`: flags to try where nothing fits, beside those of the optimizer.
+    """
     check_homes(homes)
     near = near_cores(trained.device)
     cores = tuple(adam_cores(near, cpu_adam_cores))
@@ -96,12 +100,12 @@ def place(
         need = _requirements(trained, format, profile, manner, bytes_after)
         if homes == "auto":
             try:
-                here = _choose(need, trained, wholes, profile, manner, rates, chunk_size, dealt)
+                here = _choose(need, trained, wholes, profile, manner, rates, chunk_size, dealt, remedy)
             except DoesNotFit:
                 if not dealt["stream"]:
                     raise
                 dealt = _deal_away(away, "host", trained.device, profile, manner, rates, chunk_size)
-                here = _choose(need, trained, wholes, profile, manner, rates, chunk_size, dealt)
+                here = _choose(need, trained, wholes, profile, manner, rates, chunk_size, dealt, remedy)
         else:
             shares = dict(homes) if isinstance(homes, Mapping) else {homes: 1.0}
             here = deal(host_cuts(trained, wholes, chunk_size or DEFAULT_CHUNK), shares)
@@ -196,6 +200,7 @@ def _choose(
     rates_of: Callable[[], Rates],
     chunk_size: int | None,
     away: Dealt,
+    remedy: str = "",
 ) -> Dealt:
     """Chunks by home for what is free now. Weights are allocated already; gradients and activations are not.
 
@@ -230,7 +235,8 @@ def _choose(
     if dealt is None and not away["stream"]:
         dealt = deal_without_stream(need, room, cuts)
     if dealt is None:
-        remedy = f"Try {smaller_formats(need, format)}--recompute full, or a smaller --micro-batch-size."
+        flags = smaller_formats(need, format) + (f"{remedy}, " if remedy else "")
+        remedy = f"Try {flags}--recompute full, or a smaller --micro-batch-size."
         raise DoesNotFit(_shortage(need, room), where=describe(device), remedy=remedy)
     return dealt
 

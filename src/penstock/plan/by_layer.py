@@ -97,8 +97,9 @@ class LayerStep:
 
     @property
     def input_bytes(self) -> float:
-        """The input of one layer, of all rows of a pass."""
-        rows = self.rows if self.order == "layers" else self.work.rows
+        """The input of one layer, of all rows of a pass; compiled, with the empty ones of the last micro-batch."""
+        padded = self.order == "layers" and self.work.compiled
+        rows = self.num_micro_batches * self.work.rows if padded else self._pass_rows
         return float(rows * self.work.length * self.architecture.hidden * self.work.dtype_bytes)
 
     @property

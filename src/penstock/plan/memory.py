@@ -5,7 +5,8 @@ own layers (not compiled) under our loss; a test counts the tensors that autogra
 on the H200 (benchmarks/results/2026-11-15-h200/rows.jsonl): qwen3-14b, 4 x 4096, full recompute, 13.59 GB (here 13.5)
 and 33.6 GB with every gradient kept (33.6); llama-8b, 1 x 4096, no recompute, 31.33 GB (31.3). Compiled, qwen3-14b, 4 x
 4096: 1.88 GB a layer (1.89); 36.4 GB with `selected` (36.4), 66.1 GB with `selected:14` (66.1). The logits of a chunk
-were twice as large in these.
+were twice as large in these. Of long rows backward of a compiled layer is the most: llama-8b, 131,072 tokens,
+`full:16`, 119.5 GB (119.5; 2026-11-18-h200/long).
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ def peaks(a: Architecture, work: Work, gpus: int = 1) -> Peaks:
     """
     b, h = work.dtype_bytes, a.hidden
     whole, chosen = saved_in_layer(a, work), work.recompute_by_layer(a)
+    again = recomputed_inputs(a, work)
     by_dial = {dial: saved_in_layer(a, work, dial) for dial in set(chosen)}
     saved = [by_dial[dial] for dial in chosen]
     layer_gradients = float(b * sum(p.size for p in layer_parameters(a)))
@@ -137,7 +139,7 @@ def peaks(a: Architecture, work: Work, gpus: int = 1) -> Peaks:
     below = sum(saved)
     for number in reversed(range(a.layers)):
         below -= saved[number]
-        own = whole + (by_dial["full"] if chosen[number] == "full" else 0.0)
+        own = whole + again[chosen[number]]
         now = below + own + max(in_flight, layer_gradients - whole) + around
         dropped = max(dropped, now)
         kept = max(kept, now + gradients)
@@ -146,14 +148,29 @@ def peaks(a: Architecture, work: Work, gpus: int = 1) -> Peaks:
     return Peaks(max(dropped, at_end), kept, now)
 
 
+def recomputed_inputs(a: Architecture, work: Work) -> dict[Recompute, float]:
+    """What stands at the widest point of the MLP because a layer is computed again: compiled, norms' results too."""
+    entry = float(work.tokens * work.dtype_bytes * a.hidden)
+    compiled = work.compiled and not a.experts
+    return {"none": 0.0, "selected": entry if compiled else 0.0, "full": 2 * entry if compiled else entry}
+
+
 def in_flight_bytes(a: Architecture, work: Work) -> float:
-    """Gradients of activations at the widest point of the MLP."""
+    """Gradients of activations at the widest point of the MLP.
+
+    The compiler's kernel there writes its result and the gradients of all that it reads, nothing in place. Not counted
+    of tiles, which take what is planned: of a long row attention takes more than one of them.
+    """
     b, h = work.dtype_bytes, a.hidden
     inner = a.experts_per_token * a.moe_intermediate if a.experts else a.intermediate
     found = float(work.tokens * 2 * b * (inner + h))
+    if work.compiled and not a.experts and not work.tile:
+        found = float(work.tokens * b * (4 * inner + h))
     if work.matmul == "fp8":  # of the widest product: its gradient both ways round, its input, its weight; not measured
         wide = a.heads * a.head_dim if a.experts else inner
         found += work.tokens * (2 * wide + h) + wide * h
+        if not work.compiled:  # its gradient in fp32, before it is multiplied and after
+            found += work.tokens * wide * 8
     return found + work.tokens * b * a.experts_per_token * h if a.experts else found
 
 

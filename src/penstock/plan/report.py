@@ -185,8 +185,8 @@ def job_on(recipe: Recipe, machine: Machine) -> Job:
     return job_of(recipe, 4 if wide else 2, gpu=machine.has_gpu)
 
 
-def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
-    """The recipe as it stands."""
+def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1, attended: float = 0.0) -> Plan:
+    """The recipe as it stands. `attended`: as in a job."""
     if gpus > recipe.batch_size:
         raise RecipeError(
             f"each GPU needs a row, and batch_size is {recipe.batch_size}",
@@ -198,7 +198,7 @@ def make_plan(recipe: Recipe, machine: Machine, gpus: int = 1) -> Plan:
         what = f"Penstock has no fp8 products for {machine.name}"
         remedy = "Use --matmul bf16. It has them for NVIDIA's GPUs from Ada and Hopper on."
         raise RecipeError(what, where="matmul = 'fp8'", remedy=remedy)
-    job, machine = job_on(recipe, machine), limited(machine, recipe)
+    job, machine = replace(job_on(recipe, machine), attended=attended), limited(machine, recipe)
     check_inputs(recipe, job.architecture.layers)
     if recipe.matmul == "fp8":
         check_fp8(job.architecture, recipe.model)
@@ -383,19 +383,22 @@ def short(plan: Plan) -> str:
     )
 
 
-def compare(plan: Plan, step_seconds: Sequence[float], gpu_bytes: int, host_bytes: int) -> str:
-    """How reality compares. The first two steps compile kernels and make buffers, so that they do not count."""
-    real = statistics.median(step_seconds[2:] or step_seconds)
+def compare(plan: Plan, step_seconds: Sequence[float], gpu_bytes: int, host_bytes: int, cost_share: float = 1.0) -> str:
+    """How reality compares. The first two steps compile kernels and make buffers, so that they do not count.
+
+    `cost_share`: what the others cost beside a mean step, of which the plan is.
+    """
+    real, expected = statistics.median(step_seconds[2:] or step_seconds), cost_share * plan.seconds.step
     parts = []
     if plan.machine.predicts_time:
-        parts.append(_against(f"{real:.3g} s a step", real, plan.seconds.step, f"{plan.seconds.step:.3g}"))
+        parts.append(_against(f"{real:.3g} s a step", real, expected, f"{expected:.3g}"))
     if gpu_bytes:
         planned = plan.peak_bytes("gpu")
         parts.append(_against(f"{gpu_bytes / 1e9:.1f} GB GPU", gpu_bytes, planned, f"{planned / 1e9:.1f}"))
     planned = plan.peak_bytes("host")
     parts.append(_against(f"{host_bytes / 1e9:.1f} GB host", host_bytes, planned, f"{planned / 1e9:.1f}"))
     said = f"after {counted(len(step_seconds), 'step')}: " + "; ".join(parts)
-    if plan.machine.predicts_time and not 1 - FAR_OFF < real / plan.seconds.step < 1 + FAR_OFF:
+    if plan.machine.predicts_time and not 1 - FAR_OFF < real / expected < 1 + FAR_OFF:
         said += "\n  far from the plan: if this machine was busy when it was measured, --remeasure of `plan` helps"
     return said
 

@@ -27,8 +27,11 @@ MATRIX_EFFICIENCY = 0.84
 EXPERT_EFFICIENCY = 0.42
 """Of the same, for grouped products of experts: from the floor of 1.60 s of qwen3-30b-a3b (`selected:36`)."""
 FLASH_EFFICIENCY, ROWS_EFFICIENCY = 0.30, 0.65
-"""Of the same, for the causal half of attention, over segments of any length and over whole rows (attention.jsonl);
-backward has 2.5 times the arithmetic."""
+"""Of the same, for the causal half of attention, over segments of any length and over rows, whole ones or long segments
+(attention.jsonl); backward has 2.5 times the arithmetic."""
+LONG_SEGMENT = 16_384
+"""Tokens of an example from which on attention takes it as a row of its own, whatever it shares its row with
+(`model/long_segments.py`)."""
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 4.0, 6.0
 """Memory traffic of everything that is no product, in multiples of what autograd saves of the layer."""
 COMPILED_FORWARD, COMPILED_BACKWARD = 3.5, 7.0
@@ -36,10 +39,10 @@ COMPILED_FORWARD, COMPILED_BACKWARD = 3.5, 7.0
 UPDATE_OVERHEAD = 1.67
 """The update's kernel over its bare memory traffic, beside the model's own: 0.090 s for llama-8b (rows.jsonl)."""
 
-WEIGHT_CASTS, INPUT_CASTS, GRADIENT_CASTS = (5, 3), (3, 3), (0, 6)
+WEIGHT_CASTS, INPUT_CASTS, GRADIENT_CASTS = (5, 3), (3, 5), (0, 5)
 """Bytes read and written for fp8 products, by element, in forward and in backward: of weights the largest number, read
 and written; backward has it already, and casts again the other way round. Of inputs and gradients the kernel that makes
-them finds the largest."""
+them finds the largest; in backward both are cast by rows, and those turned."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,8 @@ def _cast_seconds(a: Architecture, work: Work, machine: Machine) -> tuple[float,
 def _attention_efficiency(a: Architecture, work: Work) -> float:
     if work.attention == "eager":
         return FLASH_EFFICIENCY / 3
-    return FLASH_EFFICIENCY if a.sinks or a.sliding_window or work.attended else ROWS_EFFICIENCY
+    short = 0 < work.attended < LONG_SEGMENT / 2
+    return FLASH_EFFICIENCY if a.sinks or a.sliding_window or short else ROWS_EFFICIENCY
 
 
 def _weights_a_token(a: Architecture) -> float:

@@ -11,6 +11,7 @@ import os
 import platform
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import yaml
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -233,7 +234,8 @@ def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]
     if world.many:  # the exchange between ranks is not measured
         return run, None
     try:
-        plan = make_plan(as_long_as_its_rows(run), machine)
+        recipe = as_long_as_its_rows(run)
+        plan = make_plan(recipe, machine, attended=attended_by(run, recipe.max_length))
     except UserError:
         return run, None
     console.say(short(plan) if plan.fits else "planned: does not fit; `penstock plan` says what would. Trying anyway.")
@@ -250,6 +252,22 @@ def as_long_as_its_rows(run: Run) -> Recipe:
         batch_size=min(run.recipe.batch_size, rows.num_rows),
         max_length=min(run.recipe.max_length, -(-rows.num_tokens // rows.num_rows)),
     )
+
+
+def attended_by(run: Run, length: int) -> float:
+    """For the plan, whose rows have so many tokens: those that one attends to on average.
+
+    0 if every example fills its row. Of layers that are compiled the padding of a row attends to itself.
+    """
+    rows = run.data.train
+    examples = rows.store.lengths[rows.packing.examples].astype(np.float64)
+    if examples.min() == run.recipe.max_length:
+        return 0.0
+    pairs, tokens = np.square(examples).sum(), examples.sum()
+    if run.recipe.compile:
+        padding = length - rows.packing.row_lengths(rows.store.lengths)
+        pairs, tokens = pairs + np.square(padding.astype(np.float64)).sum(), length * rows.num_rows
+    return float(pairs / 2 / tokens)
 
 
 @dataclass(frozen=True)
