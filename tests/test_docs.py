@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import tomllib
@@ -150,6 +151,69 @@ def test_figures_of_streamed_weights_and_fp8_are_those_of_the_results():
     assert len(lines) == 12
     for line in lines:
         assert tuple(cell.strip() for cell in line.strip(" |").split("|"))[-3:] in measured, line
+
+
+def fp8_rows(*paths):
+    results = ROOT / "benchmarks" / "results"
+    return [json.loads(line) for path in paths for line in (results / path).read_text(encoding="utf-8").splitlines()]
+
+
+def test_speeds_with_fp8_are_those_of_the_results():
+    days = ("2026-11-17-h200/fp8", "2026-11-18-h200/fp8", "2026-11-18-h200/streamed")
+    rows = [row for row in fp8_rows(*(f"{day}/rows.jsonl" for day in days)) if row["system"] == "penstock"]
+    measured = {
+        (
+            row["model"],
+            "yes" if row["clip"] else "no",
+            row["recompute"],
+            f"{row['step_s']:.3f} s",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['step_s'] / row['floor_s']:.3f}",
+            f"{row['model_tflops'] / row['matrix_tflops']:.2f}" if row["matrix_tflops"] else "",
+        )
+        for row in rows
+        if row["matmul"] == "fp8"
+    }
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    lines = [line for line in page.splitlines() if re.search(r"\| all(?: but two)? \|", line)]
+    assert len(lines) == 6
+    for line in lines:
+        name, clipped, recompute, _, *figures, _ = (cell.strip() for cell in line.split("|")[1:-1])
+        assert (name.partition(",")[0], clipped, recompute, *figures) in measured, line
+
+
+def test_what_fp8_does_to_a_model_is_what_was_measured():
+    page = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    found = {}
+    for row in fp8_rows("2026-11-17-h200/fp8/fp8_quality.jsonl"):
+        found.setdefault((row["data"], row["matmul"]), []).append(row)
+    for data, shown in (("alpaca_en_demo.json", "`alpaca_en_demo.json`"), ("demo", "the demo's")):
+        bf16, fp8 = (sorted(found[data, kind], key=lambda row: row["seed"]) for kind in ("bf16", "fp8"))
+        plain, narrow = ([row["eval_loss"] for row in rows] for rows in (bf16, fp8))
+        apart = ", ".join(f"{b - a:+.4f}" for a, b in zip(plain, narrow, strict=True))
+        after = statistics.mean(row["eval_loss_in_bf16"] for row in fp8)
+        cells = (
+            f"{statistics.mean(plain):.4f} | {statistics.mean(narrow):.4f} | {apart} | "
+            f"{statistics.stdev(plain):.4f} | {after:.4f} |"
+        )
+        assert re.search(rf"^\| {re.escape(shown)}.* \| {re.escape(cells)}$", page, re.M), cells
+        assert {row["lr"] for row in (*bf16, *fp8)} == {2e-5}
+    whole = [
+        row["eval_loss"]
+        for row in fp8_rows("2026-11-17-h200/fp8/fp8_quality_all_layers.jsonl")
+        if row["data"] == "alpaca_en_demo.json"
+    ]
+    assert f"end at {statistics.mean(whole):.4f} instead of 1.5700" in page
+    _, layers = fp8_rows("2026-11-17-h200/fp8/fp8_layers.jsonl")
+    alone, ends = layers["gained_by_layer"], layers["gained_by_ends"]
+    text = " ".join(page.split())
+    assert (
+        f"add {ends['1']:.4f}: the last alone {alone[-1]:.4f}, more than any other, the first alone {alone[0]:.4f}"
+        in text
+    )
+    assert max(alone) == alone[-1]
+    assert sum(one > alone[0] for one in alone[1:-1]) == 9, "less than nine of the inner ones"
+    assert f"Two at each end add {ends['2']:.4f}, three {ends['3']:.4f}" in text
 
 
 def test_the_plans_that_a_page_shows_are_those_that_are_made(capsys):

@@ -47,6 +47,9 @@ def test_a_pass_that_keeps_its_gradients_shows_what_activations_take(allocator, 
     watch.stop()
     assert watch.peak() == (17 if kept else 16) * MB  # 8 + 6 + 2, and the first gradient
     assert (watch.peak_without_gradients() if kept else watch.peak()) == 16 * MB
+    if not kept:
+        assert watch.peak_with_gradients() == 17 * MB
+        assert watch.peak_with_gradients() < watch.peak() + sum(p.nbytes for p in parameters)
 
 
 def test_kinds_of_layers_that_repeat():

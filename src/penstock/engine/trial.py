@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from penstock.data.loader import MicroBatch
 from penstock.engine.layerwise import LayerByLayer
 from penstock.engine.packed import PackedModel
-from penstock.engine.parked import KeptInputs
+from penstock.engine.parked import KeptInputs, rows_together
 from penstock.engine.ranks import World
 from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.hardware import pick_compile
@@ -76,6 +76,16 @@ class _Watch:
             peak, came = max(peak, until - came), came + local(parameter).nbytes
         return max(peak, self._last - came)
 
+    def peak_with_gradients(self) -> int:
+        """The highest, of a backward whose gradients were dropped, as if all had stayed but those that leave.
+
+        Of gradients that are in one piece of memory the first frees nothing: then it may be too much by a unit's.
+        """
+        peak = came = 0
+        for parameter, until in self._peaks.items():
+            peak, came = max(peak, until + came), came + (0 if is_streamed(parameter) else local(parameter).nbytes)
+        return max(peak, self._last + came)
+
     def after(self, more: int = 0, sum_bytes: int = 0) -> dict[object, float]:
         """The highest from each gradient on, with so much more.
 
@@ -129,10 +139,12 @@ def try_once(
             waiting = manner.sum_bytes(0, micro_batches)
             activation_bytes, kept_bytes = watch.peak(), watch.peak() + gradient_bytes
             bytes_after = {} if all_at_once else watch.after(gradient_bytes, int(waiting))
-            # Activations go while gradients come, so that it may fit where the sum of both does not. Ranks do not try:
-            # one that ran out of memory would leave the others waiting, as would one that does not go along.
+            if all_at_once:  # activations go while gradients come
+                kept_bytes = watch.peak_with_gradients()
+            # Ranks try only what fits: one that ran out of memory would leave the others waiting, as would one that
+            # does not go along.
             tries = all_at_once and not in_one
-            if tries and (not sharded or all_say(kept_bytes < gpu_room(packed.device)[0], parameters[0])):
+            if tries and (not sharded or all_say(kept_bytes < _left(packed.device), parameters[0])):
                 alone = nullcontext() if sharded else suppress(torch.OutOfMemoryError)  # one of several is waited for
                 with alone, _told(streamed, drop_gradient):
                     _time_pass(packed, batch, watch)
@@ -171,6 +183,12 @@ def _try_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer) ->
     return Profile(taken, kept, forward_seconds=forward, backward_seconds=backward, start_seconds=start_seconds)
 
 
+def _left(device: torch.device) -> int:
+    """Bytes that a pass may take: what is free, and what torch has in its cache."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return gpu_room(device)[0] + cached
+
+
 def _with_sums(tried: Profile, parameters: Iterable[Tensor], manner: Manner, micro_batches: int) -> Profile:
     """Row by row gradients of these wait, from one micro-batch to the next, for the last one."""
     if micro_batches == 1:
@@ -182,7 +200,7 @@ def _with_sums(tried: Profile, parameters: Iterable[Tensor], manner: Manner, mic
 
 def _together(recipe: Recipe, vocab_size: int) -> list[MicroBatch]:
     """Full micro-batches that go through the layers together."""
-    rows, together = recipe.rows_at_once, recipe.batch_size if recipe.order != "rows" else recipe.rows_at_once
+    rows, together = recipe.rows_at_once, rows_together(recipe)
     return [
         full_batch(min(rows, together - first), recipe.max_length, vocab_size) for first in range(0, together, rows)
     ]
