@@ -145,7 +145,6 @@ def test_what_is_planned_for_four_gpus_is_what_a_rank_chooses(ranks, machine, st
         "kept_bytes": peaks.kept_bytes,
         "forward_seconds": rank.one.forward_s - rank.one.head_s,
         "backward_seconds": rank.one.backward_s + rank.one.recompute_s,
-        "ranks_here": 4,
     }
     planned = {(buffer.place, buffer.name): buffer.num_bytes for buffer in plan.buffers}
     taken = planned["gpu", "weights"], planned["host", "process"] + planned.get(("host", "streamed weights"), 0)

@@ -107,7 +107,6 @@ class OnGpu:
     def __init__(self, monkeypatch, need, spare):
         free = int(need.kept_bytes + need.num_params * need.state_bytes) + placing.gpu_reserve(34 * 10**9) + spare
         monkeypatch.setattr(placing, "gpu_room", lambda _: (free, 34 * 10**9))
-        monkeypatch.setattr(placing, "available_host_bytes", lambda: 10**12)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
 
@@ -118,7 +117,7 @@ def test_slots_of_what_streams_are_made_even_if_all_else_is_resident(monkeypatch
     model = ModelBytes(whole.size, 10.0, 2.0)
     need = requirements(model, Profile(20e9, 20e9 + 2 * whole.size), AFTER_NORM, 1.0, None)
     gpu, away = OnGpu(monkeypatch, need, spare), {"gpu": [], "stream": cut(streamed, DEFAULT_CHUNK), "host": []}
-    found = placing._choose(need, gpu, [whole], Profile(), AFTER_NORM, lambda: Rates(5e10, 3e9), None, away)
+    found = placing._choose(need, gpu, [whole], 10**12, AFTER_NORM, lambda: Rates(5e10, 3e9), None, away)
     assert (not found["stream"] and not found["host"]) == all_resident
 
 

@@ -329,6 +329,15 @@ def test_several_gpus_stream_what_does_not_fit_them(capsys):
     assert (recipe.weights, recipe.order, recipe.inputs, recipe.tile) == ("70", "rows", "kept", "none")
 
 
+def test_exact_llama_70b_fits_four_80_gb_gpus(capsys):
+    """Clipped: gradients of a unit go down together, and make room."""
+    assert main(["plan", "llama-70b", "--gpu", "h100", "--host-memory", "1TiB", "--gpus", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "exact fp32 state, 1 row at once, recompute full" in said
+    assert "updates after-norm (clipped)" in said
+    assert "stream, " not in said.partition("GPU memory")[0], "no weights need stream"
+
+
 def test_what_does_not_fit_several_gpus_even_so_says_what_is_missing(capsys):
     assert main(["plan", "llama-70b", "--gpu", "rtx4090", "--host-memory", "128GiB", "--gpus", "4"]) == 3
     said = capsys.readouterr().err

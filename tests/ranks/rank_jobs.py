@@ -46,7 +46,7 @@ from penstock.model.load_rows import _read, build_on_meta
 from penstock.model.source import find_source
 from penstock.offload import placing
 from penstock.offload.adamw import OffloadAdamW
-from penstock.offload.dtensors import all_say, extents, gathered_groups, is_streamed, local, local_start
+from penstock.offload.dtensors import all_say, extents, gathered_groups, is_streamed, local, local_start, share_of_host
 from penstock.offload.placing import placement_for
 from penstock.offload.saved_tensors import SavedTensor, state_tensors
 from penstock.offload.trained import Trained, find_trained
@@ -422,6 +422,10 @@ def cutting(shapes):
         # Beside it, what ranks agree on.
         assert all_say(True, p)
         assert not all_say(world.rank == 0, p)
+        with mock.patch("socket.gethostname", return_value=f"machine {world.rank // 3}"):  # three ranks there, one here
+            share = share_of_host(900 if world.rank else 600, p)
+        assert share == (200 if world.rank < 3 else 900)
+        assert share_of_host(900, local(p)) == 900, "alone"
         return cuts
 
 

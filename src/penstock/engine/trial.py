@@ -110,7 +110,7 @@ def try_once(
     """
     rows = -(-recipe.batch_size // world.size)
     micro_batches = -(-rows // recipe.rows_on(world.size))
-    unknown = Profile(0, 0, micro_batches=micro_batches, ranks_here=world.local_size)
+    unknown = Profile(0, 0, micro_batches=micro_batches)
     if packed.device.type != "cuda":
         return unknown
     if layerwise is not None:

@@ -9,6 +9,7 @@ Letting DTensor do the arithmetic was rejected: every operation would ask it how
 from __future__ import annotations
 
 import itertools
+import socket
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -85,6 +86,20 @@ def all_say(yes: bool, sharded: Tensor) -> bool:
     votes = torch.tensor(float(yes), device=sharded.device)
     dist.all_reduce(votes, dist.ReduceOp.MIN, group_of(sharded))
     return bool(votes)
+
+
+def share_of_host(available: int, tensor: Tensor) -> int:
+    """Of bytes that this machine has available, those that this rank may take.
+
+    Ranks ask each other before any of them takes some: what the others have taken already is not there to be shared.
+    """
+    group, host = group_of(tensor), socket.gethostname()
+    if group is None:
+        return available
+    found: list[tuple[str, int]] = [("", 0)] * dist.get_world_size(group)
+    dist.all_gather_object(found, (host, available), group)
+    here = [of_rank for name, of_rank in found if name == host]
+    return min(here) // len(here)
 
 
 def check_blocks(parameters: Iterable[Tensor], states: StateFormat) -> None:

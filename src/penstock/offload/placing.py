@@ -17,7 +17,7 @@ from torch import nn
 from penstock.errors import DoesNotFit
 from penstock.machine.gpu_memory import gpu_room
 from penstock.machine.hardware import CPU_ADAM_CORES, adam_cores, available_host_bytes, describe, near_cores
-from penstock.offload.dtensors import local
+from penstock.offload.dtensors import local, share_of_host
 from penstock.offload.misuse import check_homes
 from penstock.offload.rates import measure_rates
 from penstock.offload.trained import Trained, find_trained
@@ -89,7 +89,9 @@ def place(
     check_homes(homes)
     near = near_cores(trained.device)
     cores = tuple(adam_cores(near, cpu_adam_cores))
-    everything, room = trained.whole_chunks(format), None
+    everything, room, on_host = trained.whole_chunks(format), None, 0
+    if homes == "auto" and trained.device.type == "cuda":
+        on_host = share_of_host(available_host_bytes() - HOST_RESERVE, trained.parameters[0])
     away = [whole for whole in everything if whole.parameter in trained.streamed]
     wholes = [whole for whole in everything if whole.parameter not in trained.streamed]
     # Once, when somebody asks: it takes seconds.
@@ -100,12 +102,12 @@ def place(
         need = _requirements(trained, format, profile, manner, bytes_after)
         if homes == "auto":
             try:
-                here = _choose(need, trained, wholes, profile, manner, rates, chunk_size, dealt, remedy)
+                here = _choose(need, trained, wholes, on_host, manner, rates, chunk_size, dealt, remedy)
             except DoesNotFit:
                 if not dealt["stream"]:
                     raise
                 dealt = _deal_away(away, "host", trained.device, profile, manner, rates, chunk_size)
-                here = _choose(need, trained, wholes, profile, manner, rates, chunk_size, dealt, remedy)
+                here = _choose(need, trained, wholes, on_host, manner, rates, chunk_size, dealt, remedy)
         else:
             shares = dict(homes) if isinstance(homes, Mapping) else {homes: 1.0}
             here = deal(host_cuts(trained, wholes, chunk_size or DEFAULT_CHUNK), shares)
@@ -195,7 +197,7 @@ def _choose(
     need: Requirements,
     trained: Trained,
     wholes: Sequence[Chunk],
-    profile: Profile,
+    on_host: int,
     manner: Manner,
     rates_of: Callable[[], Rates],
     chunk_size: int | None,
@@ -204,7 +206,7 @@ def _choose(
 ) -> Dealt:
     """Chunks by home for what is free now. Weights are allocated already; gradients and activations are not.
 
-    `away`: chunks that will be in host memory too, and in slots.
+    `on_host`: bytes of host memory. `away`: chunks that will be in it too, and in slots.
     """
     device, format, state_bytes = trained.device, wholes[0].format, need.state_bytes
     # Cut all the same: of a shard that is empty there is no chunk.
@@ -213,7 +215,6 @@ def _choose(
         return everything
     free, total = gpu_room(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    on_host = (available_host_bytes() - HOST_RESERVE) // profile.ranks_here
     on_host -= sum(chunk.state_bytes for chunks in away.values() for chunk in chunks)
     if manner.in_backward:  # what lands shares a few places, whatever its weights
         here = [chunk for whole in wholes for chunk in cut(whole, chunk_size or DEFAULT_CHUNK)]

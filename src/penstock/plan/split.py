@@ -39,8 +39,6 @@ class Profile:
     """Before the passes that were timed: compiling, mostly."""
     micro_batches: int = 1
     """Of several, all gradients of one are there while the next one runs."""
-    ranks_here: int = 1
-    """Ranks that share the memory of this machine."""
 
 
 @dataclass(frozen=True)
