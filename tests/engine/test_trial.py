@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.engine.trial import _length_to_compile, _period, _timed_layers, _Watch, _with_sums
+from penstock.engine.trial import (
+    _as_documents_are,
+    _length_to_compile,
+    _period,
+    _timed_layers,
+    _Watch,
+    _with_sums,
+    full_batch,
+)
+from penstock.model.attention import Segments
 from penstock.model.tiles import spans
 from penstock.plan.split import Manner, Profile
 from penstock.recipe.presets import PRESETS
@@ -117,6 +126,15 @@ def test_what_happens_once_is_not_taken_for_every_layer(monkeypatch, kinds, trie
     mean = calls * sum(kinds) / len(kinds)
     expected = (mean, 3 * mean) if tried > 1 else (0, 0)
     assert _timed_layers(Peaks(), run, layers, calls, period) == (7, *(pytest.approx(s) for s in expected))
+
+
+def test_long_rows_are_tried_as_documents_fill_them():
+    """Not to the last token: attention of a row of several examples takes more memory than of a whole one."""
+    found = _as_documents_are(full_batch(2, 65_536, 100))
+    assert found.boundaries == (0, 65_280, 65_536, 130_816, 131_072)
+    segments = Segments.of(found.boundaries, torch.device("cpu"))
+    assert segments.has_long
+    assert not segments.alike
 
 
 @given(length=st.integers(65_536, 500_000), tile=st.sampled_from([4096, 8192, 16_384]))

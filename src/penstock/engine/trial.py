@@ -34,6 +34,8 @@ from penstock.recipe.recipe import Recipe, fp8_layers, inputs_every, recompute_b
 
 TRIED_PERIODS = 2
 """Of a model whose rows are long: so many times all kinds of layers that it has."""
+SHORT_END = 256
+"""Tokens of the example at the end of a long row."""
 
 
 class _Watch:
@@ -122,6 +124,8 @@ def try_once(
     batch = full_batch(recipe.rows_on(world.size), recipe.max_length, vocab_size)
     parameters = [p for p in packed.model.parameters() if p.requires_grad]
     start_seconds = _warm_up(packed, recipe, batch, parameters)
+    if recipe.max_length >= LONG_ROW:
+        batch = _as_documents_are(batch)
     watch, sharded = _Watch(packed.device), isinstance(packed.model, FSDPModule)
     streamed = [p for p in parameters if is_streamed(p)]  # on ranks; their gradients leave, or add up
     all_at_once, seconds = micro_batches == 1 and not manner.in_backward, None
@@ -212,11 +216,11 @@ def _try_few_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer
     With fp8 a forward takes less than it says, since the very last layer is in bf16.
     """
     config, layers = packed.model.config.get_text_config(), len(packed.decoder.layers)
-    batches = _together(recipe, config.vocab_size)
+    batches = [_as_documents_are(batch) for batch in _together(recipe, config.vocab_size)]
     parameters = [p for p in packed.model.parameters() if p.requires_grad]
     peaks, began = _LayerPeaks(packed, several=len(batches) > 1), time.perf_counter()
     period = _period([_kind(config, number) for number in range(layers)])
-    short = full_batch(1, _length_to_compile(recipe), config.vocab_size)
+    short = _as_documents_are(full_batch(1, _length_to_compile(recipe), config.vocab_size))
     with _told(parameters, drop_gradient), layerwise.fewer(TRIED_PERIODS * period) as tried:
         for trial in ([short] if recipe.rows_at_once == 1 else batches[:1], batches):  # the first, for what is compiled
             start_seconds = time.perf_counter() - began
@@ -339,6 +343,12 @@ class _LayerPeaks:
 def _in_thirds(batch: MicroBatch, recipe: Recipe) -> MicroBatch:
     """The same tokens as packed rows: those are compiled otherwise than whole ones."""
     cuts = (start + recipe.max_length // 3 for start in batch.boundaries[:-1])
+    return replace(batch, boundaries=tuple(sorted({*batch.boundaries, *cuts})))
+
+
+def _as_documents_are(batch: MicroBatch) -> MicroBatch:
+    """The same tokens with a short example at the end of each row: attention takes more memory than of whole rows."""
+    cuts = (end - SHORT_END for end in batch.boundaries[1:])
     return replace(batch, boundaries=tuple(sorted({*batch.boundaries, *cuts})))
 
 
