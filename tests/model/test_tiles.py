@@ -17,13 +17,17 @@ from penstock.model.matmul import set_matmul
 from penstock.model.tiles import Tiled, _Sums, check_tiles, set_tiles, spans
 from penstock.model.unneeded import keep_last_products, leave_out_last_product
 
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")]
 CALLS_ONCE = [name for name in OTHERS if name not in ("gemma2", "gptj", "stablelm")]  # those have no varlen attention
 ROWS = {"packed": ((9, 1, 6), (3, 13)), "long": ((40,),), "half": ((20,),), "alike": ((8, 8), (8, 8))}
+LONG_ROWS = {"one": ((256,),), "nearly one": ((210, 46),), "many": ((9, 60, 1, 186), (3, 128, 125))}
+ROWS |= LONG_ROWS
 
 
 def called_with(model, rows="packed"):
     """Every layer with what it is called with."""
-    decoder, batch, calls = find_decoder(model), packed(rows=ROWS[rows]), []
+    device = next(model.parameters()).device
+    decoder, batch, calls = find_decoder(model), packed(rows=ROWS[rows], device=device), []
     use_attention(model, "varlen")
     hooks = [
         layer.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True) for layer in decoder.layers
@@ -78,6 +82,45 @@ def test_of_any_length(tile, rows):
     for call in called_with(tiny_model("gpt_oss"), rows):
         gradient = torch.randn(call[1].shape, generator=torch.Generator().manual_seed(1))
         assert_close(in_tiles(*call, gradient, tile=tile), at_once(*call, gradient))
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled", "device"),
+    [
+        pytest.param("gpt_oss", False, "cpu", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, compiled, "cuda", marks=GPU)
+            for name in SEVEN
+            if name != "llama-tied"
+            for compiled in (False, True)
+        ),
+    ],
+)
+def test_in_bf16_tiles_are_as_exact_as_whole_rows(monkeypatch, name, compiled, device):
+    """Beside fp32. Every token has all experts: near two that are equal, a rounding would choose."""
+    monkeypatch.setattr("penstock.model.long_segments.LONG", 100)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 512}
+    if "moe" in name or name == "gpt_oss":
+        sizes |= {"num_experts_per_tok": 4, "moe_intermediate_size": 64, "sliding_window": 16}
+    model = tiny_model(name, **sizes).to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.mul(0.3).bfloat16())
+    for rows in ROWS.keys() & LONG_ROWS:
+        model.float()
+        for layer, hidden, args, kwargs in called_with(model, rows):
+            gradient = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+            hidden = hidden.bfloat16()
+            exact = at_once(layer, hidden.float(), args, kwargs, gradient.float())
+            layer.bfloat16()
+            kwargs["position_embeddings"] = tuple(x.bfloat16() for x in kwargs["position_embeddings"])
+            whole = at_once(layer, hidden, args, kwargs, gradient)
+            tiles = in_tiles(layer, hidden, args, kwargs, gradient, tile=48, compiled=compiled)
+            set_compile([layer], False, pytest.fail)
+            layer.float()
+            for exactly, usual, ours in zip(exact, whole, tiles, strict=True):
+                off = [(x.float() - exactly).norm() / exactly.norm() for x in (usual, ours)]
+                assert off[1] <= 1.3 * off[0] + 2e-3, (rows, off)
 
 
 @pytest.mark.slow

@@ -96,7 +96,9 @@ class Packed:
     targets: Tensor
 
 
-def packed(seed: int = 1, rows: tuple[tuple[int, ...], ...] = ((9, 1, 6), (3, 13))) -> Packed:
+def packed(
+    seed: int = 1, rows: tuple[tuple[int, ...], ...] = ((9, 1, 6), (3, 13)), device: torch.device | str = "cpu"
+) -> Packed:
     generator = torch.Generator().manual_seed(seed)
     lengths = [n for row in rows for n in row]
     examples = [torch.randint(3, VOCAB, (n,), generator=generator) for n in lengths]
@@ -110,11 +112,11 @@ def packed(seed: int = 1, rows: tuple[tuple[int, ...], ...] = ((9, 1, 6), (3, 13
     target_index = torch.tensor(index)
     return Packed(
         examples,
-        flat.view(shape),
-        torch.cat([torch.arange(n) for n in lengths]).view(shape),
-        Segments.of(boundaries, torch.device("cpu")),
-        target_index,
-        flat[target_index + 1],
+        flat.view(shape).to(device),
+        torch.cat([torch.arange(n) for n in lengths]).view(shape).to(device),
+        Segments.of(boundaries, torch.device(device)),
+        target_index.to(device),
+        flat[target_index + 1].to(device),
     )
 
 
