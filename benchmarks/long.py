@@ -1,15 +1,15 @@
 """One recipe on long rows, step by step, beside its plan: no floor, since a step takes minutes.
 
-    python benchmarks/long.py RECIPE FILE STEPS "field=value ..." [--no-trial]
+    python benchmarks/long.py RECIPE FILE STEPS "field=value ..." [--no-trial] [--document SHARE]
 
 Adds one line of JSON to FILE: settings, seconds of every step, tokens a second, memory planned and taken. Without a
 trial, which takes some passes, the settings have to say where state lives, and the first step compiles: for comparing
-two versions step by step.
+two versions step by step. With a share, a document of so much of the row is in it, and others of 2,048 tokens after it.
 """
 
+import argparse
 import dataclasses
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -35,7 +35,21 @@ def say(text):
     print(text, flush=True)
 
 
-def main(preset, file, steps, settings, without=""):
+def with_document(batch, share):
+    """The row with one long example, and short ones after it."""
+    length = batch.boundaries[-1]
+    document = round(share * length)
+    return dataclasses.replace(batch, boundaries=(0, *range(document, length, 2048), length))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name in ("preset", "file", "steps", "settings"):
+        parser.add_argument(name)
+    parser.add_argument("--no-trial", action="store_true")
+    parser.add_argument("--document", type=float, default=1.0, metavar="SHARE")
+    args = parser.parse_args()
+    preset, file, steps, settings = args.preset, args.file, args.steps, args.settings
     device = pick_device("auto")
     values = {key: yaml.safe_load(value) for key, value in (pair.split("=", 1) for pair in settings.split())}
     values = {key: str(value) if key in ("tile", "weights", "inputs") else value for key, value in values.items()}
@@ -49,10 +63,12 @@ def main(preset, file, steps, settings, without=""):
     limit_gpu(device, recipe.gpu_memory)
     config = load_config(recipe)
     model = (load_to_stream if streams(recipe) else load_model)(recipe, config, device, say)
-    if without == "--no-trial":
+    if args.no_trial:
         native.try_once = lambda *_, **__: Profile(0, 0)
     engine = native.NativeEngine(model, recipe, say, device=device)
     batch = full_batch(1, recipe.max_length, config.get_text_config().vocab_size)
+    if args.document < 1:
+        batch = with_document(batch, args.document)
     torch.cuda.reset_peak_memory_stats()
     seconds, losses, norms = [], [], []
     for _ in range(int(steps)):
@@ -72,7 +88,8 @@ def main(preset, file, steps, settings, without=""):
     torch.cuda.synchronize()
     updates = time.perf_counter() - start  # what the next forward would hide, as far as it can
     row = {
-        "recipe": preset, "settings": values, "source": str(Path(penstock.__file__).parents[1]),
+        "recipe": preset, "settings": values, "document": args.document,
+        "source": str(Path(penstock.__file__).parents[1]),
         "planned": headline(plan), "seconds": seconds, "losses": losses, "norms": norms,
         "updates_seconds": updates, "tokens_per_s": recipe.max_length / min(seconds), "gpu_bytes": taken,
         "planned_gpu_bytes": plan.peak_bytes("gpu"), "planned_seconds": plan.seconds.step,
@@ -84,4 +101,4 @@ def main(preset, file, steps, settings, without=""):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -4,7 +4,9 @@
 #   tests     gpu tests of tiles, attention and streaming       long      llama-8b, 393,216 tokens, exact, clipped
 #   today     llama-8b, 131,072 tokens, and 8 layers of it, 262,144 tokens, not in tiles
 #   tiles     the same two in tiles
-#   compare   llama-8b, 131,072 tokens, and 4 layers of it, 262,144 tokens, as rows: the code under OLD_SRC, then ours
+#   compare   llama-8b, 131,072 tokens, and 4 layers of it, 262,144 tokens, as rows: the code under OLD_SRC, then ours;
+#             one of them with LENGTHS
+#   document  4 layers of it with rows of which a document has 95 %, and short ones the rest
 #   small     llama-8b, 65,536 tokens in 24 GB                  others    gpt-oss-20b and qwen3-14b, 131,072 tokens
 #   half      16 of llama-8b's 32 layers, 524,288 tokens        plan      what is planned for each of these
 #   gradients attention's, for tensors that lie otherwise in memory; and llama-8b's, 32,768 and 131,072 tokens: how far those
@@ -34,11 +36,14 @@ for job in "$@"; do
     tiles)
       measure tiles-131072 300 1 llama-8b "max_length=131072 inputs=parked $LONG"
       measure tiles-262144 580 1 llama-8b "max_length=262144 inputs=parked $LONG $EIGHT" ;;
-    compare)
+    compare | document)
       build_kernel "${OLD_SRC:?where the other code is: its src}"
-      for setting in "max_length=131072" "max_length=262144 order=rows recompute=full shape=num_hidden_layers=4"; do
+      more=(--no-trial); [ "$job" = document ] && more+=(--document 0.95)
+      for length in ${LENGTHS:-131072 262144}; do
+        setting="order=rows recompute=full shape=num_hidden_layers=4 homes=stream"
+        [ "$job $length" = "compare 131072" ] && setting="homes=stream"
         for source in "$OLD_SRC" src; do
-          PYTHONPATH=$source:build/pkgs measure "compare-$(basename "$(dirname "$PWD/$source")")-${setting:11:6}" 250 2 llama-8b "$setting homes=stream" --no-trial
+          PYTHONPATH=$source:build/pkgs measure "$job-$(basename "$(dirname "$PWD/$source")")-$length" 250 2 llama-8b "max_length=$length $setting" "${more[@]}"
         done
       done ;;
     long) measure long 595 1 llama-8b "max_length=393216 inputs=parked $LONG" ;;
