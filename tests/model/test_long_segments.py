@@ -2,6 +2,7 @@
 
 import itertools
 
+import cpu_rows
 import pytest
 import torch
 from tiny import tiny_model
@@ -15,7 +16,6 @@ from penstock.model.loss import packed_loss
 from penstock.model.segment_attention import attend_segment
 from penstock.recipe.recipe import recompute_by_layer
 
-aten = torch.ops.aten
 LAID_OUT = [
     (0, 40, 48),
     (0, 3, 40, 48),
@@ -37,37 +37,28 @@ def calls(monkeypatch):
     """Kernels of a CPU in the place of a GPU's, segments that are long from 16 tokens on, and which kernel had what."""
     found = []
 
-    def repeated(x, heads):
-        return x.repeat_interleave(heads // x.shape[1], 1)
-
     def kernel(q, k, v, scale):
         found.append(("row", q.shape[2]))
-        out, sums = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, repeated(k, q.shape[1]), repeated(v, q.shape[1]), 0.0, True, scale=scale
-        )
-        return torch.empty_like(q).copy_(out), sums.contiguous()
+        return cpu_rows.kernel(q, k, v, scale)
 
-    def backward(gradient, q, k, v, out, sums, scale):
-        found.append(("row back", q.shape[2]))
-        by_q, *others = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, repeated(k, q.shape[1]), repeated(v, q.shape[1]), out, sums, 0.0, True, scale=scale
-        )
-        return by_q, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in others)
+    def backward(*saved):
+        found.append(("row back", saved[1].shape[2]))
+        return cpu_rows.backward_kernel(*saved)
 
     def short(q, k, v, boundaries, scale):
+        found.append(("segments", boundaries))
         assert q.shape[0] == boundaries[-1]
-        parts = [rows(kernel, (q[a:b], k[a:b], v[a:b]), scale) for a, b in itertools.pairwise(boundaries)]
-        found[len(found) - len(parts) :] = [("segments", boundaries)]
+        parts = [rows(cpu_rows.kernel, (q[a:b], k[a:b], v[a:b]), scale) for a, b in itertools.pairwise(boundaries)]
         outs, sums = zip(*parts, strict=True)
         return [torch.cat(outs), torch.cat(sums, dim=1)]
 
     def short_backward(saved, boundaries, scale):
+        found.append(("segments back", boundaries))
         *tokens, sums = saved
         parts = [
-            rows(backward, [x[a:b] for x in tokens], sums[None, :, a:b].contiguous(), scale)
+            rows(cpu_rows.backward_kernel, [x[a:b] for x in tokens], sums[None, :, a:b].contiguous(), scale)
             for a, b in itertools.pairwise(boundaries)
         ]
-        found[len(found) - len(parts) :] = [("segments back", boundaries)]
         return [torch.cat(whole) for whole in zip(*parts, strict=True)]
 
     def rows(of_heads, tokens, *more):

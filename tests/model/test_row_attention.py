@@ -1,5 +1,6 @@
 """Attention over whole rows is one operation, whose kernel sees tensors token by token whatever the compiler does."""
 
+import cpu_rows
 import pytest
 import torch
 from tiny import tiny_model
@@ -21,23 +22,13 @@ def given(monkeypatch):
     """A CPU's kernels in the place of cuDNN's, and the strides of what these were given."""
     strides = []
 
-    def repeated(x, heads):
-        return x.repeat_interleave(heads // x.shape[1], 1)
-
     def kernel(q, k, v, scale):
         strides.append([x.stride() for x in (q, k, v)])
-        k, v = (repeated(x, q.shape[1]) for x in (k, v))
-        out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
-        return torch.empty_like(q).copy_(out), sums.contiguous()
+        return cpu_rows.kernel(q, k, v, scale)
 
     def backward(gradient, q, k, v, out, sums, scale):
         strides.append([x.stride() for x in (gradient, q, k, v, out)])
-        long = (repeated(x, q.shape[1]) for x in (k, v))
-        by_q, *others = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, *long, out, sums, 0.0, True, scale=scale
-        )
-        by_k, by_v = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in others)
-        return by_q, by_k, by_v
+        return cpu_rows.backward_kernel(gradient, q, k, v, out, sums, scale)
 
     monkeypatch.setattr(row_attention, "_kernel", kernel)
     monkeypatch.setattr(row_attention, "_backward_kernel", backward)
