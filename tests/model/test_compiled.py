@@ -52,10 +52,9 @@ def assert_close(a, b):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_loss_and_gradients_are_those_of_the_plain_layers(name):
-    assert name in SEVEN
-    model = tiny_model(name)
+def test_loss_and_gradients_are_those_of_the_plain_layers():
+    """With kernels for the CPU, which take longest to make."""
+    model = tiny_model("llama")
     plain = gradients(model, on=False)
     assert_close(plain, gradients(model, on=True))
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients(model, on=False), strict=True)), "it can be undone"
@@ -64,7 +63,7 @@ def test_loss_and_gradients_are_those_of_the_plain_layers(name):
 @pytest.mark.slow
 @pytest.mark.usefixtures("graphs_only")
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-@pytest.mark.parametrize("recompute", ["full", "selected"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selected"])
 def test_what_is_computed_again_changes_nothing(name, recompute):
     model = tiny_model(name)
     assert_close(gradients(model, on=False), gradients(model, on=True, recompute=recompute))

@@ -142,6 +142,7 @@ def gradients(model, packings, recompute=None):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("graphs_only")
 @pytest.mark.parametrize("recompute", ["none", "selected", "full"])
 def test_compiled_layers_have_the_same_gradients_and_one_graph_for_all_packings(monkeypatch, calls, recompute):
     monkeypatch.setattr("penstock.model.compiled._in_one_piece", lambda layer: True)  # as on a GPU
