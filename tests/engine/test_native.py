@@ -213,10 +213,8 @@ def test_state_that_does_not_fit_beside_long_rows_has_the_same_remedy(monkeypatc
     engine.release()
     assert given == ["--order layers --inputs parked --tile 16384"]
     gpu, format = SimpleNamespace(device=torch.device("cuda"), sharded=False), FORMATS["fp32"]
-    for name, value in {"gpu_room": (0, 10**9), "describe": "a GPU"}.items():
+    for name, value in {"gpu_room": (0, 10**9), "gpu_left": 0, "describe": "a GPU"}.items():
         monkeypatch.setattr(placing, name, lambda *_, value=value: value)
-    for name in ("memory_reserved", "memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
     manner, nothing = Manner(in_backward=False), {"gpu": [], "stream": [], "host": []}
     need = requirements(ModelBytes(1000, 10.0, 2.0), Profile(500, 2500), manner, 1.0, None)
     known = (need, gpu, [Chunk(0, 0, 1000, format, 2)], 0, manner, lambda: Rates(5e10, 3e9), None, nothing)

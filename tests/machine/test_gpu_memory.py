@@ -7,7 +7,7 @@ import torch
 
 from penstock.errors import RecipeError
 from penstock.machine import gpu_memory
-from penstock.machine.gpu_memory import LATER_BYTES, driver_bytes, gpu_room, limit_gpu
+from penstock.machine.gpu_memory import LATER_BYTES, driver_bytes, gpu_left, gpu_room, limit_gpu
 
 CUDA = torch.device("cuda", 0)
 GB = 10**9
@@ -21,6 +21,7 @@ def card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=card.total))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (card.free, card.total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: card.reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7 * GB)
 
     def told(fraction, device):
         card.fraction = fraction
@@ -39,6 +40,7 @@ def test_context_and_what_the_driver_takes_later_are_counted_in(card):
     card.free = 2 * GB
     assert gpu_room(CUDA)[0] == 2 * GB, "others may have taken it"
     assert driver_bytes(CUDA) == 78 * GB
+    assert gpu_left(CUDA) == 2 * GB + 13 * GB, "with what torch has in its cache"
 
 
 def test_auto_takes_a_limit_back(card):

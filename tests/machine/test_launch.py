@@ -71,6 +71,7 @@ def wait_for_rows(run, count, process):
         ({"nodes": 2, "rendezvous": "10.0.0.1:29500", "node_rank": 2}, "there are 2 machines"),
         ({"nodes": 2, "rendezvous": "10.0.0.1:0"}, "2 machines must find each other"),
         ({"nodes": 2, "rendezvous": "[]:29500"}, "2 machines must find each other"),
+        ({"nodes": 2, "rendezvous": "[::1:29500"}, "2 machines must find each other"),
         ({"node_rank": 1}, r"there is 1 machine\n.*--nodes"),
     ],
 )

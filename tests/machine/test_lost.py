@@ -91,6 +91,7 @@ def test_a_rank_that_neither_ends_nor_counts_on_is_the_one_that_is_gone(address,
     """As where torchrun or srun started them, and no launcher of ours says who was killed. All hear of it at once."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(keeper == "torchrun"))
     monkeypatch.setattr(lost, "SILENT_SECONDS", 60.0)
+    monkeypatch.setattr(lost, "GRACE_SECONDS", 1.0)  # the second ends after the first, from which it has heard by then
     watches = [lost.Watch(address, rank, 4) for rank in range(4)]
     wait_until(lambda: all(watch._looks for watch in watches))
     watches[dead].end(None)
@@ -173,31 +174,23 @@ def test_a_watch_waits_for_no_store_that_is_frozen(store, monkeypatch):
     assert time.monotonic() - began < 5
 
 
-def test_a_rank_that_falls_silent_ends_all(address, left):
-    """As where its machine froze: its connections stay open, and nobody there can say anything."""
-    silent = lost.Watch(address, 2, 3)
+@pytest.mark.parametrize(("keeper", "fallen"), [("rank 0", 2), ("torchrun", 0)])
+def test_a_rank_that_falls_silent_ends_all(address, left, monkeypatch, keeper, fallen):
+    """As where its machine froze: its connections stay open, and nobody there can say anything.
+
+    The store answers on: it is in the process of the first rank, or in torchrun's.
+    """
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(keeper == "torchrun"))
+    silent = lost.Watch(address, fallen, 3)
     wait_until(lambda: silent._looks)
     silent.end(None)
-    others = [lost.Watch(address, rank, 3) for rank in (0, 1)]
+    others = [lost.Watch(address, rank, 3) for rank in range(3) if rank != fallen]
     wait_until(lambda: len(left) == 2)
     for watch in others:
         watch.end(None)
-    assert {rank for rank, _ in left} == {0, 1}
-    assert all("the run has lost a rank: rank 2 has given no sign of life for" in message for _, message in left)
-
-
-def test_a_first_rank_that_falls_silent_ends_all_where_torchrun_keeps_the_store(address, left, monkeypatch):
-    """The store answers on then."""
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    silent = lost.Watch(address, 0, 3)
-    wait_until(lambda: silent._looks)
-    silent.end(None)
-    others = [lost.Watch(address, rank, 3) for rank in (1, 2)]
-    wait_until(lambda: len(left) == 2)
-    for watch in others:
-        watch.end(None)
-    assert {rank for rank, _ in left} == {1, 2}
-    assert all("the run has lost a rank: rank 0 has given no sign of life for" in message for _, message in left)
+    assert {rank for rank, _ in left} == {watch._rank for watch in others}
+    said = f"the run has lost a rank: rank {fallen} has given no sign of life for"
+    assert all(said in message for _, message in left)
 
 
 def test_ranks_that_live_or_have_not_come_yet_are_not_silent(address, left):

@@ -66,7 +66,7 @@ def calls(monkeypatch):
         made = of_heads(*(x[None].transpose(1, 2).contiguous() for x in tokens), *more)
         return [x[0].transpose(0, 1) if x.ndim == 4 else x[0] for x in made]
 
-    monkeypatch.setattr(long_segments, "LONG", 16)
+    monkeypatch.setattr(long_segments, "LONG_SEGMENT", 16)
     monkeypatch.setattr(row_attention, "_kernel", kernel)
     monkeypatch.setattr(row_attention, "_backward_kernel", backward)
     monkeypatch.setattr(row_attention, "_is_cudnn", lambda *_: True)
@@ -170,7 +170,7 @@ def test_compiled_layers_have_the_same_gradients_and_one_graph_for_all_packings(
 @pytest.mark.parametrize("boundaries", [(0, 900, 1024), (0, 30, 50, 500, 1024), (0, 300, 700, 1000, 1024)])
 def test_gpu_kernels_equal_the_definition(monkeypatch, boundaries):
     """As near to fp32 as flash attention alone comes."""
-    monkeypatch.setattr(long_segments, "LONG", 256)
+    monkeypatch.setattr(long_segments, "LONG_SEGMENT", 256)
     device, scale = torch.device("cuda"), 64**-0.5
     exact = tokens(1024, torch.float32, device, (8, 2, 2), 64)
     rounded = [x.detach().bfloat16().requires_grad_() for x in exact]

@@ -98,7 +98,7 @@ def test_of_any_length(tile, rows):
 )
 def test_in_bf16_tiles_are_as_exact_as_whole_rows(monkeypatch, name, compiled, device):
     """Beside fp32. Every token has all experts: near two that are equal, a rounding would choose."""
-    monkeypatch.setattr("penstock.model.long_segments.LONG", 100)
+    monkeypatch.setattr("penstock.model.long_segments.LONG_SEGMENT", 100)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 512}
     if "moe" in name or name == "gpt_oss":
         sizes |= {"num_experts_per_tok": 4, "moe_intermediate_size": 64, "sliding_window": 16}

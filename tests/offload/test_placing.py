@@ -107,8 +107,7 @@ class OnGpu:
     def __init__(self, monkeypatch, need, spare):
         free = int(need.kept_bytes + need.num_params * need.state_bytes) + placing.gpu_reserve(34 * 10**9) + spare
         monkeypatch.setattr(placing, "gpu_room", lambda _: (free, 34 * 10**9))
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
+        monkeypatch.setattr(placing, "gpu_left", lambda _: free)
 
 
 @pytest.mark.parametrize(("spare", "all_resident"), [(10**7, False), (10**9, True)])

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from penstock.machine.known import H200, MACHINES
-from penstock.model.long_segments import LONG
 from penstock.plan import speed
 from penstock.plan.memory import Work
 from penstock.plan.speed import arithmetic, exchange_seconds, model_flops, update_seconds
@@ -56,7 +55,6 @@ def test_a_document_that_nearly_fills_its_row_is_attended_to_as_fast_as_one_that
     )
     assert 0.98 * whole < most < whole
     assert short < 0.3 * whole
-    assert speed.LONG_SEGMENT == LONG
 
 
 def test_short_examples_take_the_kernel_for_segments():

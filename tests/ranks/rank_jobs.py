@@ -544,12 +544,10 @@ def chosen_without_memory(preset, profile, rates, gpu_bytes, gpu_free, host_free
         OnGpu.gone = frozenset(
             index for index, p in enumerate(trained.parameters) if any(p is q for unit in units for q in unit)
         )
-        with (
-            mock.patch.multiple(
-                placing, gpu_room=lambda _: (gpu_free, gpu_bytes), available_host_bytes=lambda: host_free,
-                measure_rates=lambda *_, **__: Rates(**rates), near_cores=lambda _: [0, 1],
-            ),
-            mock.patch.multiple(torch.cuda, memory_reserved=lambda _: 0, memory_allocated=lambda _: 0),
+        with mock.patch.multiple(
+            placing, gpu_room=lambda _: (gpu_free, gpu_bytes), gpu_left=lambda _: gpu_free,
+            available_host_bytes=lambda: host_free, measure_rates=lambda *_, **__: Rates(**rates),
+            near_cores=lambda _: [0, 1],
         ):  # fmt: skip
             format, manner = FORMATS["fp32"], Manner(in_backward=False, sharded=True)
             dealt = placing.place(trained, format, "auto", Profile(**profile), manner).chunks

@@ -23,7 +23,7 @@ from penstock.engine.layerwise import LayerByLayer
 from penstock.engine.packed import PackedModel
 from penstock.engine.parked import KeptInputs, rows_together
 from penstock.engine.ranks import World
-from penstock.machine.gpu_memory import gpu_room
+from penstock.machine.gpu_memory import gpu_left
 from penstock.machine.hardware import pick_compile
 from penstock.model import tiles
 from penstock.offload.dtensors import all_say, is_streamed, local
@@ -148,7 +148,7 @@ def try_once(
             # Ranks try only what fits: one that ran out of memory would leave the others waiting, as would one that
             # does not go along.
             tries = all_at_once and not in_one
-            if tries and (not sharded or all_say(kept_bytes < _left(packed.device), parameters[0])):
+            if tries and (not sharded or all_say(kept_bytes < gpu_left(packed.device), parameters[0])):
                 alone = nullcontext() if sharded else suppress(torch.OutOfMemoryError)  # one of several is waited for
                 with alone, _told(streamed, drop_gradient):
                     _time_pass(packed, batch, watch)
@@ -185,12 +185,6 @@ def _try_layers(packed: PackedModel, recipe: Recipe, layerwise: LayerByLayer) ->
     packed.model.zero_grad()
     forward, backward = (sum(s.end - s.start for s in spans if s.lane == lane) for lane in ("forward", "backward"))
     return Profile(taken, kept, forward_seconds=forward, backward_seconds=backward, start_seconds=start_seconds)
-
-
-def _left(device: torch.device) -> int:
-    """Bytes that a pass may take: what is free, and what torch has in its cache."""
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return gpu_room(device)[0] + cached
 
 
 def _with_sums(tried: Profile, parameters: Iterable[Tensor], manner: Manner, micro_batches: int) -> Profile:

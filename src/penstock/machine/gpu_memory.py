@@ -55,6 +55,12 @@ def gpu_room(device: torch.device) -> tuple[int, int]:
     return max(0, min(free, limit - torch.cuda.memory_reserved(device))), limit
 
 
+def gpu_left(device: torch.device) -> int:
+    """Bytes that tensors may take: what is free, and what torch has in its cache."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return gpu_room(device)[0] + cached
+
+
 def driver_bytes(device: torch.device) -> int:
     """What is taken of the GPU as the driver sees it, by all programs, contexts included."""
     free, total = torch.cuda.mem_get_info(device)

@@ -55,11 +55,12 @@ class Machines:
                 where=f"--node-rank {self.node_rank}",
                 remedy=f"They count from 0: the last is {self.nodes - 1}. --nodes says how many there are.",
             )
-        if self.nodes > 1 and not (host and port.isdigit() and 0 < int(port) < 2**16):
+        written = host and not set("[]") & set(host) and port.isdigit() and 0 < int(port) < 2**16
+        if self.nodes > 1 and not written:
             raise RecipeError(
                 f"{self.nodes} machines must find each other",
                 where=f"--rendezvous {self.rendezvous!r}",
-                remedy="Name an address of the first one and a free port there, such as 10.0.0.1:29500.",
+                remedy="Name an address of the first one and a free port there: 10.0.0.1:29500 or [fd00::1]:29500.",
             )
 
     def _host_and_port(self) -> tuple[str, str]:

@@ -18,18 +18,16 @@ import torch.nn.attention.varlen  # registers its operations
 from torch import Tensor
 
 from penstock.model import row_attention
+from penstock.plan.layout import LONG_SEGMENT
 
 _varlen = torch.ops.torch_attn
-LONG = 16_384
-"""Tokens of a segment that is attended to as a row."""
-
 Span = tuple[int, int, tuple[int, ...]]
 """From token, to token, and the boundaries in between, itself from 0; two of one long segment."""
 
 
 def has_long(lengths: Sequence[int]) -> bool:
     """Whether any of these segments is."""
-    return max(lengths) >= LONG
+    return max(lengths) >= LONG_SEGMENT
 
 
 def attend_segments(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, scale: float) -> Tensor:
@@ -43,7 +41,7 @@ def _spans(boundaries: Tensor) -> Iterator[Span]:
     waiting: list[int] = []
     for start, end in itertools.pairwise(boundaries.tolist()):
         waiting = waiting or [start]
-        if end - start < LONG:
+        if end - start < LONG_SEGMENT:
             waiting.append(end)
             continue
         if len(waiting) > 1:
@@ -60,7 +58,7 @@ def _span(boundaries: Sequence[int]) -> Span:
 
 
 def _is_long(span: Span) -> bool:
-    return len(span[2]) == 2 and span[1] - span[0] >= LONG
+    return len(span[2]) == 2 and span[1] - span[0] >= LONG_SEGMENT
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from penstock.errors import DoesNotFit
-from penstock.machine.gpu_memory import gpu_room
+from penstock.machine.gpu_memory import gpu_left, gpu_room
 from penstock.machine.hardware import CPU_ADAM_CORES, adam_cores, available_host_bytes, describe, near_cores
 from penstock.offload.dtensors import local, share_of_host
 from penstock.offload.misuse import check_homes
@@ -213,15 +213,13 @@ def _choose(
     everything = deal([cut(whole, max(1, whole.size)) for whole in wholes], {"gpu": 1.0})
     if device.type != "cuda":
         return everything
-    free, total = gpu_room(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     on_host -= sum(chunk.state_bytes for chunks in away.values() for chunk in chunks)
     if manner.in_backward:  # what lands shares a few places, whatever its weights
         here = [chunk for whole in wholes for chunk in cut(whole, chunk_size or DEFAULT_CHUNK)]
         on_host -= landing_bytes([*away["host"], *here], ring=True)
     else:
         on_host -= landing_bytes([*away["stream"], *away["host"]])
-    room = Room(free + cached - gpu_reserve(total), on_host)
+    room = Room(gpu_left(device) - gpu_reserve(gpu_room(device)[1]), on_host)
     if manner.in_backward:
         room = room.less(largest_gradients([*away["stream"], *away["host"]], trained.unit_of_streamed()))
     slots = STAGING * state_bytes

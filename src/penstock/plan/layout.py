@@ -34,6 +34,8 @@ PREFETCHED_INPUTS = 2
 """Parked inputs that are on the GPU, or on their way, before backward wants them."""
 TOKENS_IN_FP32 = 32768
 """Of a long row, those whose attention is multiplied with gates in fp32 at once (gpt-oss)."""
+LONG_SEGMENT = 16_384
+"""Tokens of an example that is attended to as a row of its own, whatever it shares its row with."""
 CHUNK_SECONDS = 4.2e-3
 """What a chunk should take on the link: long against the start of a copy, short against a layer's forward."""
 STREAM_QUEUE = 16

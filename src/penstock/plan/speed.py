@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.machine.known import Machine
-from penstock.plan.layout import layer_parameters
+from penstock.plan.layout import LONG_SEGMENT, layer_parameters
 from penstock.plan.memory import Work, saved_in_layer
 from penstock.plan.tiles import projection_weights, sum_traffic
 from penstock.recipe.presets import Architecture
@@ -29,9 +29,6 @@ EXPERT_EFFICIENCY = 0.42
 FLASH_EFFICIENCY, ROWS_EFFICIENCY = 0.30, 0.65
 """Of the same, for the causal half of attention, over segments of any length and over rows, whole ones or long segments
 (attention.jsonl); backward has 2.5 times the arithmetic."""
-LONG_SEGMENT = 16_384
-"""Tokens of an example from which on attention takes it as a row of its own, whatever it shares its row with
-(`model/long_segments.py`)."""
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 4.0, 6.0
 """Memory traffic of everything that is no product, in multiples of what autograd saves of the layer."""
 COMPILED_FORWARD, COMPILED_BACKWARD = 3.5, 7.0
