@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -143,11 +142,11 @@ def ranks(tmp_path_factory, private_cache, pytestconfig):
 
     import torch
 
+    from penstock.machine.ports import free_port
+
     def run(job, count, **args):
         out = tmp_path_factory.mktemp(f"{job}-{count}")
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = free_port()
         limit = 0.6 * float(
             pytestconfig.getini("timeout")
         )  # before pytest ends all, so that a test tells where they hang

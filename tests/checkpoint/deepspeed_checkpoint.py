@@ -5,7 +5,6 @@ the fp32 weights as they were. In a process of its own, since DeepSpeed keeps a 
 """
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +17,11 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from transformers import AutoModelForCausalLM
 
+from penstock.machine.ports import free_port
+
 
 def main(source, directory):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     deepspeed.init_distributed("gloo", verbose=False)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)

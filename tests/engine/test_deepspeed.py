@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.command.cli import main
+from penstock.machine.ports import free_port
 
 sys.path.insert(0, str(Path(__file__).parent))
 from deepspeed_runs import ON_ONE_RANK, SCENARIOS
@@ -36,12 +36,6 @@ TRAIN = [
     "--prompt", "", "--device", "cpu",
 ]  # fmt: skip
 SAID = "What is the capital of Italy?"
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start(*words, alone=False):

@@ -21,14 +21,13 @@ from penstock.engine.ranks import World
 from penstock.errors import Diverged, RankLost, RecipeError
 from penstock.machine import lost
 from penstock.machine.launched import TERMINAL
+from penstock.machine.ports import free_port
 
 
 @pytest.fixture
 def address():
     """Where nobody listens yet."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()
+    return "127.0.0.1", free_port()
 
 
 def test_a_rank_says_for_whom_it_waits_and_at_last_gives_up(address, monkeypatch, tmp_path):
@@ -131,8 +130,9 @@ def test_gpus_that_wait_for_each_other_without_an_error_are_not_waited_for_long(
         _connect(World(1, 2, 0, 1), torch.device("cuda"), None)
 
 
-def test_ranks_that_have_the_same_gpu_are_refused_once_they_have_met(watches, address):
+def test_ranks_that_have_the_same_gpu_are_refused_once_they_have_met(watches, address, monkeypatch):
     """Each alone sees one GPU, as SLURM shows it to a task."""
+    monkeypatch.delenv("PENSTOCK_SHARE_GPU", raising=False)
     with ThreadPoolExecutor() as pool:
         waits = [
             pool.submit(Meeting(World(rank, 2, rank, 2), address).wait_for_all, watch, "host7 GPU-1")

@@ -22,6 +22,7 @@ from penstock.machine import launch as launch_module
 from penstock.machine import lost
 from penstock.machine.launch import Machines, _report, _tell_other_machines, launch
 from penstock.machine.launched import AGREED, MET
+from penstock.machine.ports import free_port
 
 DEVICE = "cuda" if os.environ.get("PENSTOCK_SHARE_GPU") == "1" else "cpu"
 TINY = "num_hidden_layers=1,hidden_size=16,intermediate_size=16,num_attention_heads=2,num_key_value_heads=1,head_dim=8"
@@ -100,9 +101,7 @@ def test_an_address_is_looked_up_without_brackets(rendezvous, host):
 @pytest.fixture
 def port():
     """Which nobody listens at yet."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    return free_port()
 
 
 def test_a_rank_that_says_why_it_failed_comes_before_one_that_a_library_ended(tmp_path, capsys):

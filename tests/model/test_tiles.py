@@ -97,7 +97,11 @@ def test_of_any_length(tile, rows):
     ],
 )
 def test_in_bf16_tiles_are_as_exact_as_whole_rows(monkeypatch, name, compiled, device):
-    """Beside fp32. Every token has all experts: near two that are equal, a rounding would choose."""
+    """Beside fp32. Every token has all experts: near two that are equal, a rounding would choose.
+
+    Of a router's bias and of sinks, four numbers each, roundings do not average out: one way's may be three times
+    the other's.
+    """
     monkeypatch.setattr("penstock.model.long_segments.LONG_SEGMENT", 100)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 512}
     if "moe" in name or name == "gpt_oss":
@@ -120,7 +124,7 @@ def test_in_bf16_tiles_are_as_exact_as_whole_rows(monkeypatch, name, compiled, d
             layer.float()
             for exactly, usual, ours in zip(exact, whole, tiles, strict=True):
                 off = [(x.float() - exactly).norm() / exactly.norm() for x in (usual, ours)]
-                assert off[1] <= 1.3 * off[0] + 2e-3, (rows, off)
+                assert off[1] <= 1.3 * off[0] + (2e-3 if exactly.numel() > 4 else 0.02), (rows, off, exactly.shape)
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import importlib
 import json
 import math
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from penstock.engine.deepspeed_start import without_shared_memory
 from penstock.engine.weights import load_to_stream
 from penstock.machine.gpu_memory import limit_gpu, most_driver_bytes
 from penstock.machine.hardware import pick_device
+from penstock.machine.ports import free_port
 from penstock.model.load import load_config, load_model
 from penstock.recipe.recipe import Recipe, with_values
 
@@ -106,11 +106,8 @@ def _micro_batches(model: PreTrainedModel, recipe: Recipe) -> list[torch.Tensor]
 def _deepspeed(model: PreTrainedModel, recipe: Recipe, peer: Peer) -> Step:
     """ZeRO-3 with the reference's configuration and the ratio asked for, or with parameters in host memory."""
     device = pick_device(recipe.device)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    os.environ.update(alone)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ.update({**address, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     import deepspeed  # type: ignore[import-not-found, unused-ignore]
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found, unused-ignore]

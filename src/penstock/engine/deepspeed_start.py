@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import socket
 import sys
 from collections.abc import MutableMapping
 from contextlib import redirect_stdout
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from penstock.engine.deepspeed_config import deepspeed_json
 from penstock.engine.ranks import World
 from penstock.errors import RecipeError
+from penstock.machine.ports import free_port
 from penstock.recipe.recipe import Recipe
 
 
@@ -89,9 +89,7 @@ def load_device(recipe: Recipe, device: torch.device, world: World) -> torch.dev
 def complete_environment(environment: MutableMapping[str, str], world: World, device: torch.device) -> None:
     """What DeepSpeed looks for in it. One rank alone meets nobody: any free port of the loopback will do."""
     if not world.many:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            environment["MASTER_ADDR"], environment["MASTER_PORT"] = "127.0.0.1", str(probe.getsockname()[1])
+        environment["MASTER_ADDR"], environment["MASTER_PORT"] = "127.0.0.1", str(free_port())
     own = {"RANK": world.rank, "WORLD_SIZE": world.size}
     # DeepSpeed takes the local rank for the number of the GPU, which it is not where SLURM shows each task its own.
     local_rank = world.local_rank if device.index is None else device.index

@@ -25,6 +25,7 @@ from threading import Timer
 from penstock.errors import RankLost, RecipeError, counted, tell
 from penstock.machine.launched import AGREED, ERRORS, GOING_ON, MET, TERMINAL, error_of, mark_of
 from penstock.machine.lost import announce, announce_for, meeting_store
+from penstock.machine.ports import free_port
 from penstock.machine.signals import handling
 
 TELLING_SECONDS = 30.0
@@ -71,7 +72,7 @@ class Machines:
     def find_address(self) -> tuple[str, int]:
         """Where the ranks meet: without a word, at a free port of this machine."""
         host, port = self._host_and_port()
-        return (host, int(port)) if port else ("127.0.0.1", _free_port())
+        return (host, int(port)) if port else ("127.0.0.1", free_port())
 
     @property
     def ranks(self) -> int:
@@ -283,10 +284,3 @@ def _first_of(failed: Sequence[tuple[int, int]], notes: Path) -> tuple[int, int]
 
 def _first_line(note: Path) -> str:
     return note.read_text(encoding="utf-8").partition("\n")[0]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
