@@ -134,7 +134,7 @@ def test_figures_of_the_benchmarks_page_are_those_of_the_results():
 def test_figures_of_streamed_weights_and_fp8_are_those_of_the_results():
     results = ROOT / "benchmarks" / "results"
     paths = [results / "2026-11-16-h200/streamed/more_rows.jsonl"]
-    paths += [results / "2026-11-17-h200" / part / "rows.jsonl" for part in ("streamed", "fp8")]
+    paths += [results / part / "rows.jsonl" for part in ("2026-11-17-h200/streamed", "2026-11-19-h200/fp8")]
     rows = [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
     measured = {
         (
@@ -153,14 +153,14 @@ def test_figures_of_streamed_weights_and_fp8_are_those_of_the_results():
         assert tuple(cell.strip() for cell in line.strip(" |").split("|"))[-3:] in measured, line
 
 
-def fp8_rows(*paths):
+def rows_of(*paths):
     results = ROOT / "benchmarks" / "results"
     return [json.loads(line) for path in paths for line in (results / path).read_text(encoding="utf-8").splitlines()]
 
 
 def test_speeds_with_fp8_are_those_of_the_results():
-    days = ("2026-11-17-h200/fp8", "2026-11-18-h200/fp8", "2026-11-18-h200/streamed")
-    rows = [row for row in fp8_rows(*(f"{day}/rows.jsonl" for day in days)) if row["system"] == "penstock"]
+    days = ("2026-11-17-h200/fp8", "2026-11-18-h200/fp8", "2026-11-18-h200/streamed", "2026-11-19-h200/fp8")
+    rows = [row for row in rows_of(*(f"{day}/rows.jsonl" for day in days)) if row["system"] == "penstock"]
     measured = {
         (
             row["model"],
@@ -176,16 +176,29 @@ def test_speeds_with_fp8_are_those_of_the_results():
     }
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     lines = [line for line in page.splitlines() if re.search(r"\| all(?: but two)? \|", line)]
-    assert len(lines) == 6
+    assert len(lines) == 9
     for line in lines:
         name, clipped, recompute, _, *figures, _ = (cell.strip() for cell in line.split("|")[1:-1])
         assert (name.partition(",")[0], clipped, recompute, *figures) in measured, line
 
 
+def test_long_rows_beside_the_code_before_are_those_of_the_results():
+    page = (ROOT / "docs" / "long-rows.md").read_text(encoding="utf-8")
+    rows = rows_of("2026-11-19-h200/long/rows.jsonl")
+    assert len(rows) == 4
+    for before, today in zip(rows[::2], rows[1::2], strict=True):
+        cells = [f"{before['settings']['max_length']:,}", *(f"{row['tokens_per_s']:,.0f}" for row in (before, today))]
+        for row in (before, today):
+            took, planned = (f"{row[name] / 1e9:.1f}" for name in ("gpu_bytes", "planned_gpu_bytes"))
+            cells.append(f"{took} GB, {planned}")
+        assert f" | {' | '.join(cells)} |" in page, cells
+        assert today["tokens_per_s"] > 0.95 * before["tokens_per_s"]
+
+
 def test_what_fp8_does_to_a_model_is_what_was_measured():
     page = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
     found = {}
-    for row in fp8_rows("2026-11-17-h200/fp8/fp8_quality.jsonl"):
+    for row in rows_of("2026-11-19-h200/fp8/fp8_quality.jsonl"):
         found.setdefault((row["data"], row["matmul"]), []).append(row)
     for data, shown in (("alpaca_en_demo.json", "`alpaca_en_demo.json`"), ("demo", "the demo's")):
         bf16, fp8 = (sorted(found[data, kind], key=lambda row: row["seed"]) for kind in ("bf16", "fp8"))
@@ -200,11 +213,11 @@ def test_what_fp8_does_to_a_model_is_what_was_measured():
         assert {row["lr"] for row in (*bf16, *fp8)} == {2e-5}
     whole = [
         row["eval_loss"]
-        for row in fp8_rows("2026-11-17-h200/fp8/fp8_quality_all_layers.jsonl")
+        for row in rows_of("2026-11-17-h200/fp8/fp8_quality_all_layers.jsonl")
         if row["data"] == "alpaca_en_demo.json"
     ]
     assert f"end at {statistics.mean(whole):.4f} instead of 1.5700" in page
-    _, layers = fp8_rows("2026-11-17-h200/fp8/fp8_layers.jsonl")
+    _, layers = rows_of("2026-11-17-h200/fp8/fp8_layers.jsonl")
     alone, ends = layers["gained_by_layer"], layers["gained_by_ends"]
     text = " ".join(page.split())
     assert (

@@ -145,7 +145,7 @@ def test_units_and_slots(units, width):
     ("architecture", "step_s"), [(LLAMA_8B, 1.745), (QWEN3_14B, 3.201), (LLAMA_70B, 14.80)], ids=["8b", "14b", "70b"]
 )
 def test_forward_and_backward_of_streamed_weights_as_measured(architecture, step_s):
-    """4 x 4096 tokens on the H200, without updates: shared/evidence, 2026-11-16."""
+    """4 x 4096 tokens on the H200, without updates, 2026-11-16."""
     machine = replace(LARGE_HOST, host_params_per_s=1e15, masters_per_s=1e15)
     plan = predict(
         Job(architecture, 4, 4096, compiled=True, homes=(("host", 1.0),)), streamed(architecture, 4), machine
