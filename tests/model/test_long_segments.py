@@ -6,6 +6,7 @@ import cpu_rows
 import pytest
 import torch
 from tiny import tiny_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.model import attention, long_segments, row_attention
 from penstock.model.attention import Segments, attend, use_attention
@@ -119,6 +120,21 @@ def test_which_rows_are_attended_to_so(monkeypatch, calls, boundaries, asked, ex
     q, k, v = (x[None].transpose(1, 2) for x in tokens())
     attend(torch.nn.Module(), q, k, v, None, segments=Segments.of(boundaries, q.device), **asked)
     assert taken == [expected]
+
+
+@pytest.mark.parametrize(("size", "of_values"), [(24, 16), (12, 12), (264, 264)])
+def test_heads_that_the_kernel_of_segments_does_not_take(monkeypatch, size, of_values):
+    """Those of multi-head latent attention have values of another size; cuDNN's kernel of whole rows takes them."""
+    taken = []
+    monkeypatch.setattr(long_segments, "LONG_SEGMENT", 16)
+    monkeypatch.setattr(row_attention, "_is_cudnn", lambda *_: True)
+    monkeypatch.setattr(attention, "attend_segments", lambda *_: pytest.fail("it was called"))
+    monkeypatch.setattr(attention, "_flash", lambda *_: pytest.fail("it was called"))
+    monkeypatch.setattr(attention, "_one_by_one", lambda q, k, v, *_: taken.append(v.shape) or v)
+    with FakeTensorMode():  # which may say that it is on a GPU
+        q, k, v = (torch.empty(1, 2, 48, n, device="cuda", dtype=torch.bfloat16) for n in (size, size, of_values))
+        attend(torch.nn.Module(), q, k, v, None, segments=Segments((0, 40, 48), None, 40, False, None, True))
+    assert taken == [(48, 2, of_values)]
 
 
 def test_torchs_own_checks_of_the_operation(calls):

@@ -140,13 +140,15 @@ def test_no_preset_makes_a_mask_of_131072_tokens_squared(name, monkeypatch):
     assert largest.numel <= 256 * length
 
 
-def test_heads_that_are_too_many_elements_go_in_groups(monkeypatch):
-    """The same bits, forward and backward."""
-    found = []
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_heads_that_are_too_many_elements_go_in_groups(monkeypatch, kv_heads):
+    """The same, forward and backward, where several groups share a key too."""
+    found, sizes, one_by_one = [], [], attention._one_by_one
+    monkeypatch.setattr(attention, "_one_by_one", lambda q, *rest: sizes.append(q.numel()) or one_by_one(q, *rest))
     for most in (2**31, 200, 100, 1):
         monkeypatch.setattr(attention, "_MOST_ELEMENTS", most)
         generator = torch.Generator().manual_seed(0)
-        q, k, v = (torch.randn(1, heads, 10, 6, generator=generator).requires_grad_() for heads in (8, 4, 4))
+        q, k, v = (torch.randn(1, n, 10, 6, generator=generator).requires_grad_() for n in (8, kv_heads, kv_heads))
         sinks = torch.randn(8, generator=generator).requires_grad_()
         segments = Segments.of((0, 7, 10), torch.device("cpu"))
         out, _ = attend(torch.nn.Module(), q, k, v, None, sliding_window=3, s_aux=sinks, segments=segments)
@@ -159,6 +161,7 @@ def test_heads_that_are_too_many_elements_go_in_groups(monkeypatch):
     for other in found[1:]:
         for a, b in zip(other, found[0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert sorted(set(sizes)) == [60, 120, 480]
 
 
 @pytest.mark.parametrize("most", [64, 63])

@@ -44,6 +44,8 @@ _MASKED_ONLY = ("stablelm", "gptj")
 
 _FLASH_HEAD_DIM = 256
 """The largest head that the flash kernels take."""
+_FLASH_MULTIPLE = 8
+"""What size of a head they take over segments; over rows torch fills them up."""
 
 
 _MOST_ELEMENTS = 2**31
@@ -301,9 +303,10 @@ def attend(
     def some_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         if segments.alike and not windowed and sinks is None:
             return attend_rows(q, k, v, segments.max_length, scale)
-        if segments.has_long and not windowed and sinks is None and is_fast(q, v):
+        fits = value.shape[-1] == head_dim <= _FLASH_HEAD_DIM and head_dim % _FLASH_MULTIPLE == 0
+        if fits and segments.has_long and not windowed and sinks is None and is_fast(q, v):
             return attend_segments(q, k, v, segments.on_host, scale)
-        if query.is_cuda and half and value.shape[-1] == head_dim <= _FLASH_HEAD_DIM:
+        if fits and query.is_cuda and half:
             return _flash(q, k, v, segments.offsets, longest, scale, sliding_window if windowed else None, sinks)
         out: Tensor = _one_by_one(q, k, v, segments, scale, sliding_window, sinks)
         return out
@@ -319,12 +322,18 @@ def attend(
 def _groups(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """As few groups of heads as have no more elements each than a kernel takes. Heads do not meet: no bit changes."""
-    kv_heads = k.shape[1]
-    fitting = (n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and q.numel() // n < _MOST_ELEMENTS)
-    count = next(fitting, kv_heads)
+    """As few groups of heads as have no more elements each than a kernel takes.
+
+    Heads do not meet, so that no bit changes; but for the sum of gradients of a key that several groups share, where the
+    heads of a single one are too many.
+    """
+    heads, kv_heads = q.shape[1], k.shape[1]
+    whole = (n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0))
+    count = next((n for n in whole if q.numel() // n < _MOST_ELEMENTS), heads)
+    shared = max(1, count // kv_heads)
+    keys, values = ([group for group in _chunks(x, count // shared) for _ in range(shared)] for x in (k, v))
     of_sinks = sinks.chunk(count) if sinks is not None else [None] * count
-    return list(zip(*(_chunks(x, count) for x in (q, k, v)), of_sinks, strict=True))
+    return list(zip(_chunks(q, count), keys, values, of_sinks, strict=True))
 
 
 def _chunks(x: Tensor, count: int) -> list[Tensor]:
