@@ -104,6 +104,14 @@ def test_rows_are_padded_only_to_the_longest_of_the_micro_batch(make):
     assert all(b.num_tokens == b.input_ids.numel() for b in itertools.chain.from_iterable(steps(data.train)))
 
 
+def test_the_most_examples_of_a_micro_batch(make):
+    """As the trial makes room for them: no micro-batch has more segments, padding included."""
+    data = make(micro_batch_size=2, batch_size=4)
+    segments = [len(b.boundaries) - 1 for b in itertools.chain.from_iterable(steps(data.train))]
+    assert max(segments) <= data.train.most_examples(2) <= 2 * (max(segments) + 1)
+    assert make(packing=False).train.most_examples(3) == 6
+
+
 def test_padding_stays_within_the_embedding(make, make_tokenizer):
     """A padding token that was added to the tokenizer has no row in the model's embedding."""
     tokenizer = make_tokenizer("chatml")

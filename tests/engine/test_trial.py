@@ -1,6 +1,7 @@
 """What a trial reads off the allocator, with one that is played by the test."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from penstock.engine.trial import (
     _Watch,
     _with_sums,
     full_batch,
+    with_examples,
 )
-from penstock.model.attention import Segments
+from penstock.model.attention import Segments, attend
 from penstock.model.tiles import spans
 from penstock.plan.split import Manner, Profile
 from penstock.recipe.presets import PRESETS
@@ -126,6 +128,39 @@ def test_what_happens_once_is_not_taken_for_every_layer(monkeypatch, kinds, trie
     mean = calls * sum(kinds) / len(kinds)
     expected = (mean, 3 * mean) if tried > 1 else (0, 0)
     assert _timed_layers(Peaks(), run, layers, calls, period) == (7, *(pytest.approx(s) for s in expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_short_examples_take_what_is_added_for_them():
+    heads, size, tokens = 8, 128, 16_384
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_attention_heads=heads, head_dim=size))
+    peaks = []
+    for examples in (1, 512):
+        q, k, v = (
+            torch.randn(1, n, tokens, size, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (heads, 2, 2)
+        )
+        ends = range(0, tokens + 1, tokens // examples) if examples > 1 else (0, 100, tokens)
+        out, _ = attend(nn.Module(), q, k, v, None, segments=Segments.of(tuple(ends), q.device))
+        gradient = torch.randn_like(out)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(out, (q, k, v), gradient)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    added = with_examples(Profile(0.0, 0.0), config, 510).activation_bytes
+    assert peaks[1] - peaks[0] == pytest.approx(added, rel=0.1)
+
+
+def test_short_examples_take_more_than_the_trials():
+    """Of llama-8b 2.1 MB each, in whatever way gradients are kept."""
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_attention_heads=32, hidden_size=4096))
+    before = Profile(1e9, 3e9, {"a": 2e9}, forward_seconds=1.0)
+    after = with_examples(before, config, 1_310)
+    more = 1_310 * 128 * 4_096 * 4
+    assert (after.activation_bytes, after.kept_bytes) == (1e9 + more, 3e9 + more)
+    assert after.bytes_after == {"a": 2e9 + more}
+    assert after.forward_seconds == 1.0
+    assert with_examples(Profile(), config, 5) == Profile()
 
 
 def test_long_rows_are_tried_as_documents_fill_them():

@@ -128,6 +128,10 @@ class Loader:
         """Tokens that an epoch trains on."""
         return int(self.store.trained[self.packing.examples].sum())
 
+    def most_examples(self, rows: int) -> int:
+        """Of so many rows, with the padding of each as one more."""
+        return rows * (int(np.diff(self.packing.offsets).max()) + 1)
+
     def steps_per_epoch(self) -> int:
         """Steps in an epoch; the last may be smaller."""
         return math.ceil(self.num_rows / self._batch_size)

@@ -18,12 +18,13 @@ from penstock.engine.layerwise import LayerByLayer
 from penstock.engine.packed import PackedModel
 from penstock.engine.parked import ParkedInputs, saved_inputs
 from penstock.engine.ranks import ALONE, World
-from penstock.engine.trial import try_once
+from penstock.engine.trial import try_once, with_examples
 from penstock.engine.weights import StreamedWeights, layer_by_layer, stream_weights
 from penstock.errors import DoesNotFit
 from penstock.flow.timeline import Span
 from penstock.flow.transfers import link_of
 from penstock.machine.hardware import pick_compile
+from penstock.model.attention import VARLEN
 from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.behaviour import Behaviour, update_time
 from penstock.offload.dtensors import is_streamed, local
@@ -51,8 +52,12 @@ class NativeEngine:
         world: World = ALONE,
         remainders: Mapping[nn.Parameter, Tensor] | None = None,
         device: torch.device | None = None,
+        examples: int = 1,
     ) -> None:
-        """`device`: where a model computes whose weights are in host memory, to be streamed."""
+        """`device`: where a model computes whose weights are in host memory, to be streamed.
+
+        `examples`: the most that a micro-batch has.
+        """
         self.model, self._recipe, self._world, self.rows_on_ranks = model, recipe, world, world.many
         # First of all: what is compiled, and what the trial takes, depends on the precision that is trained in.
         if recipe.dtype == "bf16":
@@ -79,6 +84,8 @@ class NativeEngine:
         manner = Manner(in_backward, behaviour.overlap, world.many, recipe.accumulate_dtype)
         with self._memory_explained():
             profile = try_once(self.packed, recipe, world, manner, self._layerwise)
+        if model.config._attn_implementation == VARLEN:
+            profile = with_examples(profile, model.config, examples)
         if self.packed.device.type == "cuda":
             torch.cuda.empty_cache()  # or state would lie in the middle of what activations need in one piece
         if profile.activation_bytes and profile.kept_bytes:

@@ -36,6 +36,8 @@ TRIED_PERIODS = 2
 """Of a model whose rows are long: so many times all kinds of layers that it has."""
 SHORT_END = 256
 """Tokens of the example at the end of a long row."""
+FLASH_BLOCK = 128
+"""Queries that the kernel takes at once."""
 
 
 class _Watch:
@@ -194,6 +196,23 @@ def _with_sums(tried: Profile, parameters: Iterable[Tensor], manner: Manner, mic
     waiting = sum(manner.sum_bytes(p.itemsize, micro_batches) * local(p).numel() for p in parameters)
     taken = (tried.activation_bytes or 0.0) + waiting
     return replace(tried, activation_bytes=taken, kept_bytes=max(taken, tried.kept_bytes or 0.0))
+
+
+def with_examples(tried: Profile, config: PreTrainedConfig, examples: int) -> Profile:
+    """The trial of a micro-batch that has so many examples, where the one that was tried had a few long ones.
+
+    In backward flash attention over segments has fp32 gradients of queries, and a block of them more for each segment.
+    """
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    more = 4.0 * examples * FLASH_BLOCK * heads * size
+    return replace(
+        tried,
+        activation_bytes=None if tried.activation_bytes is None else tried.activation_bytes + more,
+        kept_bytes=None if tried.kept_bytes is None else tried.kept_bytes + more,
+        bytes_after={place: num_bytes + more for place, num_bytes in tried.bytes_after.items()},
+    )
 
 
 def _together(recipe: Recipe, vocab_size: int) -> list[MicroBatch]:

@@ -324,8 +324,8 @@ def _groups(
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
     """As few groups of heads as have no more elements each than a kernel takes.
 
-    Heads do not meet, so that no bit changes; but for the sum of gradients of a key that several groups share, where the
-    heads of a single one are too many.
+    Heads do not meet, so that no bit changes; but for the sum of gradients of a key that several groups share, where
+    the heads of a single one are too many.
     """
     heads, kv_heads = q.shape[1], k.shape[1]
     whole = (n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0))

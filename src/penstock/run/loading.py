@@ -115,7 +115,8 @@ def start_engine(
     if run.recipe.engine == "deepspeed":
         before = answer_before(model, run, saved) if world.first else ""
         return DeepSpeedEngine(model, run.recipe, say, world), before
-    engine = NativeEngine(model, run.recipe, say, world, remainders, run.device)
+    examples = run.data.train.most_examples(run.recipe.rows_on(world.size))
+    engine = NativeEngine(model, run.recipe, say, world, remainders, run.device, examples)
     with engine.packed.as_exported():
         return engine, answer_before(model, run, saved)
 
