@@ -55,6 +55,26 @@ def test_ranks_train_what_one_rank_trains(ranks, count):
         assert_same(results[0][place], alone[place], config)
 
 
+@pytest.mark.parametrize(
+    "used",
+    [
+        pytest.param([[(0, 1), (1, 2)]], id="as many others"),
+        pytest.param([[(0, 1), (0,)]], id="fewer"),
+        pytest.param([[(0, 1), (0, 1)], [(1, 2), (1, 2)]], id="others than before"),
+    ],
+)
+def test_gradients_of_weights_that_some_ranks_did_not_use_are_refused(ranks, used):
+    """FSDP2 would add up those of different weights."""
+    for said in ranks("some_gradients", 2, used=used):
+        assert "mlp.experts.0.weight: has a gradient on some ranks" in said or "mlp.experts.1.weight: " in said
+        assert "one GPU" in said
+
+
+def test_weights_that_no_rank_uses_have_no_gradient(ranks):
+    for found in ranks("some_gradients", 2, used=[[(0, 2), (0, 2)]] * 2):
+        assert found == [[True, False, True]] * len(found)
+
+
 BLOCKS = (
     "num_hidden_layers=2,hidden_size=512,intermediate_size=512,vocab_size=2048,"
     "num_attention_heads=4,num_key_value_heads=2"

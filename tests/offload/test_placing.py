@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from small_net import Net
@@ -125,3 +127,26 @@ def test_a_rank_may_have_nothing_of_the_first_parameter_that_streams():
     rates = lambda: Rates(5e10, 3e9)  # noqa: E731
     found = placing._deal_away(wholes, "auto", torch.device("cuda"), Profile(), AFTER_NORM, rates, None)
     assert sum(chunk.size for chunks in found.values() for chunk in chunks) == 500_000
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"), [({"LOCAL_WORLD_SIZE": "4"}, 4), ({}, 2), ({"LOCAL_WORLD_SIZE": ""}, 2)]
+)
+def test_replicas_have_a_share_of_their_machines_memory_each(monkeypatch, environment, ranks):
+    """Under DistributedDataParallel, where every rank has all of the state: eight of them on machines with two GPUs."""
+    seen = []
+    trained = find_trained(Net(), None, None)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(placing.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(placing.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(placing, "available_host_bytes", lambda: placing.HOST_RESERVE + 4000)
+    monkeypatch.setattr(placing, "near_cores", lambda _: [0])
+    monkeypatch.setattr(placing, "_requirements", lambda *_: None)
+    monkeypatch.setattr(placing, "_choose", lambda *args: seen.append(args[3]) or placing.deal([], {}))
+    on_gpu = replace(trained, device=torch.device("cuda"))
+    for several, share in ((True, 4000 // ranks), (False, 4000)):
+        monkeypatch.setattr(type(trained), "replicated", several)
+        place(on_gpu, FORMATS["fp32"], "auto", Profile(), AFTER_NORM)
+        assert seen.pop() == share

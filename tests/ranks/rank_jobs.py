@@ -53,6 +53,7 @@ from penstock.offload.trained import Trained, find_trained
 from penstock.plan.layout import FORMATS, model_buffers, state_buffers, unit_buffers
 from penstock.plan.split import Manner, Profile, Rates
 from penstock.recipe.presets import PRESETS
+from penstock.recipe.recipe import with_values
 from penstock.report.console import Console
 from penstock.report.facts import Recorder
 from penstock.run.generate import answer
@@ -105,6 +106,37 @@ def _as_on_a_gpu(state, module, args, kwargs):
     args, kwargs = _root_pre_forward(state, module, args, kwargs)
     args, kwargs = _to_kwargs(args, kwargs, DEVICE, False)
     return args[0], kwargs[0]
+
+
+class Chosen(nn.Module):
+    """Experts of which some get tokens; the others are not called."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(3))
+        self.used = ()
+
+    def forward(self, hidden):
+        return sum(self.experts[number](hidden) for number in self.used)
+
+
+def some_gradients(used):
+    """Steps of a model of which each rank uses some experts: `used[step][rank]`. What they were refused with."""
+    world = find_world()
+    with joined(world, DEVICE):
+        recipe = tiny()
+        model = load_model(recipe, load_config(recipe), DEVICE, silent)
+        for layer in model.model.layers:
+            layer.mlp = Chosen(model.config.hidden_size).to(DEVICE)
+        shard_over_ranks(model, init_device_mesh(DEVICE.type, (world.size,)), torch.float32)
+        for step in used:
+            for layer in model.model.layers:
+                layer.mlp.used = step[world.rank]
+            try:
+                model(torch.arange(4, device=DEVICE)[None]).logits.square().sum().backward()
+            except ModelError as error:
+                return str(error)
+        return [[p.grad is not None for p in layer.mlp.parameters()] for layer in model.model.layers]
 
 
 def slowly(*args, fast=HostThreads.begin):
@@ -562,11 +594,11 @@ def chosen_without_memory(preset, profile, rates, gpu_bytes, gpu_free, host_free
         return {(buffer.place, buffer.name): buffer.num_bytes for buffer in buffers} | {("gpu", "gradients"): stay}
 
 
-def whole_run(directory, preset="llama-8b", resume="", forgets=None, **changes):
+def whole_run(directory, preset="llama-8b", resume="", forgets=None, of_others=None, **changes):
     """The summary of a run as `penstock train` makes it, from its data to the exported model.
 
     Layers are compiled if `compile` is asked for, however small the model is. `forgets`: a rank that cannot say what
-    takes its memory.
+    takes its memory. `of_others`: what ranks but the first were told besides.
     """
     if forgets is not None:
         Recorder.memory = (lambda _: 1 / 0) if find_world().rank == forgets else lambda _: []
@@ -574,6 +606,8 @@ def whole_run(directory, preset="llama-8b", resume="", forgets=None, **changes):
         preset,
         **{"output_dir": directory, "device": DEVICE.type, "max_steps": 6, "epochs": 9, "prompt": None, **changes},
     )
+    if not find_world().first:
+        recipe = with_values(recipe, of_others or {}, "the second machine")
     hardware.COMPILED_FROM = 0 if changes.get("compile") else COMPILED_FROM
     try:
         return penstock.run.train.train(recipe, Console(quiet=True), world=find_world(), resume=resume)

@@ -25,7 +25,6 @@ from penstock.machine.launched import TERMINAL
 from penstock.model.load import load_model
 from penstock.plan.report import make_plan
 from penstock.recipe.presets import PRESETS
-from penstock.recipe.recipe import to_dict
 from penstock.report.console import Console
 from penstock.run import preparation
 from penstock.run.preparation import (
@@ -36,7 +35,8 @@ from penstock.run.preparation import (
     foresee_disk,
     planned,
     prepare_run,
-    say_what_does_not_hold,
+    recipe_of_all,
+    with_least,
 )
 
 DEMO = PRESETS["demo"]
@@ -95,17 +95,33 @@ class SecondOfTwo(World):
     """A rank of another machine, whose first rank was told nothing but the defaults."""
 
     def share(self, make):
-        return to_dict(DEMO)
+        return DEMO
 
 
 def test_settings_of_another_machine_that_do_not_hold_are_said(monkeypatch, tmp_path):
     with open(tmp_path / "said", "wb") as said:
         monkeypatch.setenv(TERMINAL, str(said.fileno()))
-        say_what_does_not_hold(DEMO, SecondOfTwo(1, 2, 0, 1))
-        say_what_does_not_hold(dataclasses.replace(DEMO, lr=0.5), SecondOfTwo(2, 3, 1, 2))  # not its first
+        assert recipe_of_all(DEMO, SecondOfTwo(1, 2, 0, 1)) == DEMO
+        recipe_of_all(dataclasses.replace(DEMO, lr=0.5), SecondOfTwo(2, 3, 1, 2))  # not its first
         assert not (tmp_path / "said").read_text()
-        say_what_does_not_hold(dataclasses.replace(DEMO, lr=0.5), SecondOfTwo(1, 2, 0, 1))
+        assert recipe_of_all(dataclasses.replace(DEMO, lr=0.5), SecondOfTwo(1, 2, 0, 1)) == DEMO
     assert f"not what was set here: lr = 0.5 (there {DEMO.lr})\n" in (tmp_path / "said").read_text()
+
+
+class AmongOthers(World):
+    """A rank that hears of another machine with a smaller GPU, and of a third with less memory."""
+
+    def gather(self, mine):
+        return [mine, (8, 1000), (100, 10)]
+
+
+def test_what_is_chosen_for_all_ranks_fits_the_smallest(monkeypatch):
+    own = dataclasses.replace(H200, gpu_bytes=100, host_bytes=1000)
+    monkeypatch.setattr(preparation, "unmeasured_machine", lambda device: own)
+    found = with_least(H200, torch.device("cpu"), AmongOthers(0, 3, 0, 1))
+    assert (found.gpu_bytes, found.host_bytes) == (8, 10)
+    assert found.matrix_flops_per_s == H200.matrix_flops_per_s
+    assert with_least(H200, torch.device("cpu"), ALONE) is H200
 
 
 def test_parked_inputs_of_every_nth_layer_need_n_layers():

@@ -49,6 +49,14 @@ def two(ranks, tmp_path_factory):
     return run, start(run, ranks, 2, prompt="What is the capital of Italy?", **SAVED)
 
 
+def test_what_only_another_machine_was_told_does_not_hold(ranks, two, tmp_path):
+    """Of what is asked before anything is shared, too: whether ranks bind themselves, and the seed of new weights."""
+    run, others = two[0], {"bind_cores": False, "seed": 77, "deterministic": True, "lr": 0.5}
+    prompt = "What is the capital of Italy?"
+    start(tmp_path / "run", ranks, 2, prompt=prompt, of_others=others, **SAVED)
+    assert curve(tmp_path / "run") == curve(run)
+
+
 def test_two_ranks_evaluate_answer_and_export(two):
     run, summary = two
     assert summary.steps == 6

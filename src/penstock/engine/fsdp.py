@@ -9,8 +9,10 @@ embedding is gathered with it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -21,7 +23,7 @@ from penstock.errors import ModelError
 from penstock.model.decoder import find_decoder
 from penstock.model.load import Say
 from penstock.model.load_rows import build_on_meta, load_own_rows
-from penstock.offload.dtensors import local
+from penstock.offload.dtensors import gathered_groups, local
 from penstock.recipe.recipe import Recipe
 from penstock.update.master import split
 
@@ -72,6 +74,44 @@ def shard_over_ranks(model: PreTrainedModel, mesh: DeviceMesh, reduce_dtype: tor
             # Plain sums: FSDP2 would average, and gloo knows no scaled sum.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+            for group in gathered_groups(module):
+                _refuse_gradients_of_some(group)
+
+
+def _refuse_gradients_of_some(group: Any) -> None:
+    """Have a backward fail that has gradients of other weights than that of another rank, or than the first one.
+
+    FSDP2 adds up what the ranks have by its place in memory: of a weight that has a gradient on some of them only, as
+    of an expert that no token of a rank was sent to, it adds up those of different weights, and says nothing.
+    """
+    reduce = group.post_backward
+    agreed: list[list[str]] = []
+
+    def post_backward(*args: Any) -> None:
+        lacking = [p._param_fqn for p in group.fsdp_params if not _has_gradient(p)]
+        if len(lacking) < len(group.fsdp_params):  # FSDP2 also asks when none of them has one yet
+            if not agreed:
+                everyones: list[list[str]] = [[]] * dist.get_world_size()
+                dist.all_gather_object(everyones, lacking)
+                agreed.extend(everyones)
+            others = [names for names in agreed if names != lacking]
+            if others:
+                name = sorted({*lacking} ^ {*others[0]})[0]
+                raise ModelError(
+                    "has a gradient on some ranks, or in some steps, and in others none, which cannot be added up",
+                    where=name,
+                    remedy="Train this model on one GPU: which of its weights it uses depends on the data.",
+                )
+        reduce(*args)
+
+    group.post_backward = post_backward
+
+
+def _has_gradient(parameter: Any) -> bool:
+    """Of FSDP2's own, that was gathered."""
+    if not hasattr(parameter, "_unsharded_param"):
+        return False
+    return parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None
 
 
 @torch.no_grad()

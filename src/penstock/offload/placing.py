@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import DoesNotFit
@@ -92,6 +94,7 @@ def place(
     everything, room, on_host = trained.whole_chunks(format), None, 0
     if homes == "auto" and trained.device.type == "cuda":
         on_host = share_of_host(available_host_bytes() - HOST_RESERVE, trained.parameters[0])
+        on_host //= replicas_here(os.environ) if trained.replicated else 1
     away = [whole for whole in everything if whole.parameter in trained.streamed]
     wholes = [whole for whole in everything if whole.parameter not in trained.streamed]
     # Once, when somebody asks: it takes seconds.
@@ -118,6 +121,15 @@ def place(
     if masters_first and rates.cache_info().currsize:
         masters_first = masters_pay(dealt["host"], rates().alone_params_per_s, profile)
     return Placement(dealt, cores, room, masters_first)
+
+
+def replicas_here(environment: Mapping[str, str]) -> int:
+    """Ranks of this machine, each of which may hold all of the state.
+
+    They are not asked, as shards are: who makes an optimizer on some of the ranks only would wait for the others.
+    """
+    told = environment.get("LOCAL_WORLD_SIZE", "")  # of torchrun and accelerate; not of Lightning
+    return int(told) if told.isdigit() else min(dist.get_world_size(), max(1, torch.cuda.device_count()))
 
 
 def host_cuts(trained: Trained, wholes: Sequence[Chunk], chunk_size: int) -> list[list[Chunk]]:

@@ -35,6 +35,7 @@ from penstock.engine.weights import num_streamed
 from penstock.errors import DataError, RecipeError, UserError, counted
 from penstock.machine.gpu_memory import limit_gpu
 from penstock.machine.hardware import COMPILED_FROM, describe, pick_compile, pick_device, pick_dtype
+from penstock.machine.known import Machine
 from penstock.machine.launch import check_batch
 from penstock.machine.launched import say_here
 from penstock.model.attention import check_package
@@ -87,14 +88,18 @@ class Start:
         return position if in_data else Position(position.epoch + 1, 0)
 
 
-def say_what_does_not_hold(recipe: Recipe, world: World) -> None:
-    """All ranks follow the first machine's recipe. What another one was told besides is said there."""
-    first = world.share(lambda: to_dict(recipe))
+def recipe_of_all(recipe: Recipe, world: World) -> Recipe:
+    """The first machine's, which all ranks follow. What another one was told besides is said there."""
+    first = world.share(lambda: recipe)
+    of_first = to_dict(first)
     others = [
-        f"{name} = {value} (there {first[name]})" for name, value in to_dict(recipe).items() if value != first[name]
+        f"{name} = {value} (there {of_first[name]})"
+        for name, value in to_dict(recipe).items()
+        if value != of_first[name]
     ]
     if others and world.local_rank == 0:
         say_here(f"WARNING: the first machine's settings hold, not what was set here: {', '.join(others)}")
+    return first
 
 
 def prepare_run(
@@ -117,7 +122,6 @@ def prepare_run(
         raise RecipeError("no data is named", where="--data", remedy=remedy)
     device = world.pick(pick_device(recipe.device))
     check_one_gpu(recipe, num_ranks)
-    say_what_does_not_hold(recipe, world)
     recipe = settle(recipe, console)
     for line in unused(recipe):
         console.say(f"WARNING: {line}")
@@ -137,9 +141,8 @@ def prepare_run(
         recompute_by_layer(recipe.recompute, layers)  # says so if there are not so many, and so does the next
         num_streamed(recipe, layers)
         check_inputs(recipe, layers)
-    machine = replace(
-        unmeasured_machine(device), gpus_per_host=world.local_size if world.many else ranks_here or num_ranks
-    )
+    machine = with_least(unmeasured_machine(device), device, world)
+    machine = replace(machine, gpus_per_host=world.local_size if world.many else ranks_here or num_ranks)
     recipe = world.share(lambda: with_length(recipe, config, tokenizer, machine, num_ranks, console.say))
     with console.phase(f"Reading {recipe.data}"), world.in_turn():
         data = prepare(recipe, tokenizer, config.get_text_config().vocab_size, console.say, token_flops(model))
@@ -155,6 +158,15 @@ def prepare_run(
     check_same_data(recipe, data.fingerprint, total_steps, world)
     recipe = replace(recipe, data_format=data.data_format or "auto")  # so that `generate` asks as the rows did
     return Run(recipe, device, config, tokenizer, data, total_steps, num_params)
+
+
+def with_least(machine: Machine, device: torch.device, world: World) -> Machine:
+    """The machine with the memory of the smallest GPU and the fullest host: what is chosen for all must fit all."""
+    if not world.many:
+        return machine
+    own = unmeasured_machine(device)
+    gpus, hosts = zip(*world.gather((own.gpu_bytes, own.host_bytes)), strict=True)
+    return replace(machine, gpu_bytes=min(gpus), host_bytes=min(machine.host_bytes, *hosts))
 
 
 def check_same_data(recipe: Recipe, fingerprint: str, total_steps: int, world: World) -> None:
@@ -229,7 +241,7 @@ def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]
     machine = world.share(
         lambda: this_machine(remeasure=False, say=console.say) if measured else unmeasured_machine(run.device)
     )
-    machine = replace(machine, gpus_per_host=world.local_size)  # whose memory its own ranks share and no others
+    machine = replace(with_least(machine, run.device, world), gpus_per_host=world.local_size)
     run = replace(run, recipe=with_recompute(run.recipe, machine, world.size))
     if world.many:  # the exchange between ranks is not measured
         return run, None

@@ -42,7 +42,7 @@ from penstock.report.trackers import Trackers, check_installed
 from penstock.run.ending import Stop, disk_advice, interrupted, memory_advice, signals
 from penstock.run.generate import answer
 from penstock.run.loading import Loaded, load_engine
-from penstock.run.preparation import Run, Start, foresee_disk, planned, prepare_run
+from penstock.run.preparation import Run, Start, foresee_disk, planned, prepare_run, recipe_of_all
 from penstock.run.progress import Progress
 
 
@@ -66,6 +66,9 @@ def train(
     limit_gpu(device, recipe.gpu_memory)
     trackers = Trackers(recipe if world.first else replace(recipe, track=""), console.say)
     with joined(world, device), claimed(recipe.run_dir, resume, world, overwrite=overwrite) as own, trackers:
+        asked, recipe = recipe, recipe_of_all(recipe, world)
+        if recipe.gpu_memory != asked.gpu_memory:
+            limit_gpu(device, recipe.gpu_memory)
         if recipe.bind_cores:
             bind(world, device)
         start = find_beginning(recipe, console, world, overwrite=overwrite, resume=resume, resume_anyway=resume_anyway)
