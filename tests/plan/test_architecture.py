@@ -8,12 +8,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.errors import ModelError, RecipeError
 from penstock.machine.known import H200
+from penstock.model.flops import token_flops
 from penstock.model.load import load_config
 from penstock.model.matmul import check_matmul
 from penstock.model.rope import check_positions, positions_of
 from penstock.plan.architecture import KNOWN, architecture_of, check_fp8, check_rope, from_config
 from penstock.plan.layout import parameters
+from penstock.plan.memory import Work
 from penstock.plan.report import make_plan
+from penstock.plan.speed import arithmetic
 from penstock.recipe.presets import ARCHITECTURES, PRESETS
 from penstock.recipe.recipe import Recipe
 
@@ -35,12 +38,46 @@ def test_a_config_file_gives_the_models_own_parameters(kind, tied, tmp_path):
     assert [p.size for p in parameters(found)] == [p.numel() for p in model.parameters()]
 
 
+WINDOWS = [{}, {"sliding_window": 16}, {"sliding_window": None}, {"use_sliding_window": True, "max_window_layers": 1}]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KNOWN if kind not in ("llama", "seed_oss")])
+@pytest.mark.parametrize("asked", WINDOWS, ids=["as is", "asked for", "none", "of qwen"])
+def test_windows_are_those_of_the_model(kind, asked, tmp_path):
+    """Whether its config was saved by the library, or says no more than it must."""
+    asked = {**SMALL, **asked, "num_hidden_layers": 5}
+    config = AutoConfig.for_model(kind, **asked)
+    config.save_pretrained(tmp_path)
+    if kind == "gpt_oss" and config.sliding_window is None:
+        return  # it has no layers without
+    with torch.device("meta"):
+        flops = token_flops(AutoModelForCausalLM.from_config(config))
+    for found in (architecture_of(Recipe(model=str(tmp_path))), from_config({"model_type": kind, **asked}, kind)):
+        assert (found.windowed, found.sliding_window or 0) == (flops.windowed, flops.window)
+
+
+def test_windows_are_planned_as_attention_keeps_to_them():
+    """A row of 131,072 tokens of Mistral-7B, of which one attends to 4,096."""
+    shape = {
+        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
+    }  # fmt: skip
+    work = Work(1, 131_072, "full", compiled=True)
+    within, whole, wide = (
+        arithmetic(from_config({**shape, "sliding_window": window}, "mistral"), work, H200).total_s
+        for window in (4096, None, 131_072)
+    )
+    assert within < 0.4 * whole
+    assert wide == pytest.approx(whole)
+
+
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_a_presets_numbers_survive_the_way_through_a_config(name):
     known = ARCHITECTURES[name]
     found = from_config({"model_type": known.model_type, **known.config_values()}, name)
     assert found.num_parameters() == known.num_parameters()
     assert found.num_active_parameters() == known.num_active_parameters()
+    assert (found.sliding_window, found.windowed) == (known.sliding_window, known.windowed)
 
 
 def test_the_demo_and_a_shape():

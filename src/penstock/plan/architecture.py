@@ -17,6 +17,8 @@ from penstock.recipe.positions import AS_IS, check_scaling, known_positions, way
 from penstock.recipe.presets import ARCHITECTURES, Architecture
 from penstock.recipe.recipe import FP8_MULTIPLE, Recipe, fp8_layers
 
+_WINDOWS = {"mistral": 4096, "phi3": None, "qwen2": 4096, "qwen3": 4096, "qwen3_moe": 4096, "gpt_oss": 128}
+"""The window of types that may have one, where the config does not say."""
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3", "seed_oss", "gpt_oss")
 
 
@@ -90,6 +92,7 @@ def from_config(values: dict[str, Any], where: str) -> Architecture:
     inner = int(values["intermediate_size"])
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     rope = {"rope_type": rope.get("type", "default"), **rope}  # as older configs spell it, or leave it out
+    window = _window(values)
     bias = bool(values.get("attention_bias", kind in ("qwen2", "seed_oss", "gpt_oss")))
     return Architecture(
         model_type=kind,
@@ -108,12 +111,32 @@ def from_config(values: dict[str, Any], where: str) -> Architecture:
         output_bias=bias and kind in ("llama", "gpt_oss") and bool(values.get("attention_out_bias", True)),
         qk_norm=kind in ("qwen3", "qwen3_moe"),
         sinks=kind == "gpt_oss",
-        sliding_window=int(values["sliding_window"]) if kind == "gpt_oss" else None,
+        sliding_window=window,
+        windowed=_windowed(values) if window is not None else 0,
         experts=experts,
         experts_per_token=int(values.get("num_experts_per_tok") or 0) if experts else 0,
         moe_intermediate=(inner if kind == "gpt_oss" else int(values["moe_intermediate_size"])) if experts else 0,
         expert_bias=kind == "gpt_oss",
     )
+
+
+def _window(values: dict[str, Any]) -> int | None:
+    """Of attention, in whichever layers; as the config class of each type understands what is not there."""
+    kind = values["model_type"]
+    if kind not in _WINDOWS or (kind.startswith("qwen") and not values.get("use_sliding_window", False)):
+        return None
+    window = values.get("sliding_window", _WINDOWS[kind])
+    return None if window is None else int(window)
+
+
+def _windowed(values: dict[str, Any]) -> int:
+    """Layers that have the window: those that are said to, or as many as the type has by itself."""
+    kind, layers = values["model_type"], int(values["num_hidden_layers"])
+    if kinds := values.get("layer_types"):
+        return list(kinds)[:layers].count("sliding_attention")
+    if kind == "gpt_oss":
+        return -(-layers // 2)
+    return max(0, layers - int(values.get("max_window_layers", 28))) if kind in ("qwen2", "qwen3") else layers
 
 
 def check_fp8(a: Architecture, model: str) -> None:

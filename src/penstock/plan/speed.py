@@ -125,7 +125,8 @@ def _attention_efficiency(a: Architecture, work: Work) -> float:
     if work.attention == "eager":
         return FLASH_EFFICIENCY / 3
     short = 0 < work.attended < LONG_SEGMENT / 2
-    return FLASH_EFFICIENCY if a.sinks or a.sliding_window or short else ROWS_EFFICIENCY
+    within = a.sliding_window is not None and a.sliding_window < work.length
+    return FLASH_EFFICIENCY if a.sinks or within or short else ROWS_EFFICIENCY
 
 
 def _weights_a_token(a: Architecture) -> float:
@@ -146,8 +147,7 @@ def _widening(a: Architecture) -> float:
 def _attended(a: Architecture, work: Work) -> float:
     """Tokens that one attends to on average, summed over the layers."""
     every = work.length if work.attention == "eager" else work.attended or work.length / 2
-    windowed = -(-a.layers // 2) if a.sliding_window else 0
-    return attended(every, a.layers, windowed, a.sliding_window or 0)
+    return attended(every, a.layers, a.windowed, a.sliding_window or 0)
 
 
 def attended(every: float, layers: int, windowed: int, window: int) -> float:

@@ -38,7 +38,9 @@ class Architecture:
     sinks: bool = False
     """One learned logit a head that only takes part in the softmax's sum (gpt-oss)."""
     sliding_window: int | None = None
-    """On every second layer, beginning with the first (gpt-oss)."""
+    """Tokens that one attends to, itself among them, in some of the layers."""
+    windowed: int = 0
+    """In how many of them."""
     experts: int = 0
     """0: a dense MLP."""
     experts_per_token: int = 0
@@ -140,7 +142,7 @@ _GPT_OSS_20B = Architecture(
     vocab=201088, max_positions=131072, norm_eps=1e-5,
     rope=_rope(150000.0, rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
                original_max_position_embeddings=4096),
-    qkv_bias=True, output_bias=True, sinks=True, sliding_window=128,
+    qkv_bias=True, output_bias=True, sinks=True, sliding_window=128, windowed=12,
     experts=32, experts_per_token=4, moe_intermediate=2880, expert_bias=True,
     extra=(("router_aux_loss_coef", 0.9), ("eos_token_id", 200002), ("pad_token_id", 199999)),
 )  # fmt: skip
