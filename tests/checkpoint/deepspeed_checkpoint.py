@@ -17,12 +17,14 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from transformers import AutoModelForCausalLM
 
+from penstock.engine.deepspeed_start import without_shared_memory
 from penstock.machine.ports import free_port
 
 
 def main(source, directory):
     port = str(free_port())
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    without_shared_memory(deepspeed)
     deepspeed.init_distributed("gloo", verbose=False)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     offload = {"device": "cpu", "pin_memory": False}
