@@ -2,12 +2,14 @@
 
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -284,6 +286,31 @@ def test_ranks_that_hear_no_signal_are_killed_with_what_they_started_after_the_s
             time.sleep(0.02)
     finally:
         launch_module._kill([deaf])
+
+
+def wait_for_ranks(launcher, count):
+    """The processes, once each of them is a new program: before that a signal would find the launcher's handlers."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with suppress(psutil.Error):
+            found = psutil.Process(launcher).children()
+            if sum("RANK" in child.environ() for child in found) == count:
+                return found
+        time.sleep(0.02)
+    raise AssertionError("the ranks were not started")
+
+
+def test_a_terminal_that_is_lost_ends_the_ranks_with_the_code_of_its_signal(tmp_path):
+    """What the launcher has to say can be written no more."""
+    child, terminal = pty.fork()
+    if child == 0:
+        words = [*RUN, "--gpus", "2", "--output-dir", str(tmp_path / "run")]
+        os.execv(sys.executable, [sys.executable, "-m", "penstock", *words])
+    try:
+        wait_for_ranks(child, 2)
+    finally:
+        os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGHUP
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from penstock.errors import RankLost, RecipeError, counted, tell
 from penstock.machine.launched import AGREED, ERRORS, GOING_ON, MET, TERMINAL, error_of, mark_of
 from penstock.machine.lost import announce, announce_for, meeting_store
 from penstock.machine.ports import free_port
-from penstock.machine.signals import handling
+from penstock.machine.signals import handling, leave_terminal
 
 TELLING_SECONDS = 30.0
 """How long other machines are told of a rank that failed before they met: they may still be importing torch."""
@@ -159,6 +159,8 @@ def _passing_signals_to(processes: Sequence[subprocess.Popen[bytes]]) -> Iterato
 
     def handle(number: int, _: object) -> None:
         heard.append(number)
+        if number == signal.SIGHUP:
+            leave_terminal()
         running = [process for process in processes if process.returncode is None]
         for process in running:
             with suppress(ProcessLookupError):
