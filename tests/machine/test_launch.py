@@ -75,6 +75,9 @@ def wait_for_rows(run, count, process):
         ({"nodes": 2, "rendezvous": "10.0.0.1:0"}, "2 machines must find each other"),
         ({"nodes": 2, "rendezvous": "[]:29500"}, "2 machines must find each other"),
         ({"nodes": 2, "rendezvous": "[::1:29500"}, "2 machines must find each other"),
+        ({"nodes": 2, "rendezvous": "10.0.0.1:²"}, "2 machines must find each other"),
+        ({"gpus": 2, "rendezvous": "localhost"}, r"'localhost': is not an address and a port\n.*one machine"),
+        ({"rendezvous": "10.0.0.1:99999"}, "is not an address and a port"),
         ({"node_rank": 1}, r"there is 1 machine\n.*--nodes"),
     ],
 )

@@ -56,7 +56,13 @@ class Machines:
                 where=f"--node-rank {self.node_rank}",
                 remedy=f"They count from 0: the last is {self.nodes - 1}. --nodes says how many there are.",
             )
-        written = host and not set("[]") & set(host) and port.isdigit() and 0 < int(port) < 2**16
+        written = host and not set("[]") & set(host) and port.isdecimal() and 0 < int(port) < 2**16
+        if self.nodes == 1 and self.rendezvous and not written:
+            raise RecipeError(
+                "is not an address and a port",
+                where=f"--rendezvous {self.rendezvous!r}",
+                remedy="Leave it out: one machine needs none. Or write it as 10.0.0.1:29500 or [fd00::1]:29500.",
+            )
         if self.nodes > 1 and not written:
             raise RecipeError(
                 f"{self.nodes} machines must find each other",
