@@ -316,6 +316,30 @@ def test_a_terminal_that_is_lost_ends_the_ranks_with_the_code_of_its_signal(tmp_
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGHUP
 
 
+def is_alive(process):
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_ranks_whose_launcher_is_killed_at_once_end(tmp_path):
+    """Before they have asked the kernel to tell them."""
+    run = tmp_path / "run"
+    process = start(*RUN, "--max-steps", "5000", "--epochs", "5000", "--gpus", "2", "--output-dir", run)
+    ranks = wait_for_ranks(process.pid, 2)
+    process.kill()
+    try:
+        deadline = time.monotonic() + 60
+        while any(is_alive(rank) for rank in ranks):
+            assert time.monotonic() < deadline
+            assert not (run / "metrics.jsonl").exists(), "they train for nobody"
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+
+
 @pytest.mark.slow
 def test_a_killed_rank_ends_all_ranks_with_its_error_once(tmp_path):
     """The first of four; another of two is killed on another machine below."""

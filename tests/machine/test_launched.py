@@ -1,8 +1,23 @@
 """What a rank tells the launcher that started it, and does not where another one did."""
 
 import os
+import signal
+import subprocess
+import sys
 
-from penstock.machine.launched import ERRORS, MET, TERMINAL, error_of, leave_error, leave_mark, mark_of, say_here
+import pytest
+
+from penstock.machine.launched import (
+    ERRORS,
+    LAUNCHER,
+    MET,
+    TERMINAL,
+    error_of,
+    leave_error,
+    leave_mark,
+    mark_of,
+    say_here,
+)
 
 
 def test_an_error_and_a_mark_lie_where_the_launcher_looks(tmp_path, monkeypatch):
@@ -34,3 +49,14 @@ def test_what_people_must_hear_passes_a_hidden_output_and_a_terminal_that_is_gon
     monkeypatch.setenv(TERMINAL, str(writing))
     say_here("nobody hears it")
     os.close(writing)
+
+
+@pytest.mark.parametrize(("launcher_lives", "code"), [(True, 0), (False, -signal.SIGTERM)])
+def test_a_rank_that_comes_after_its_launcher_has_died_ends_as_one_that_sees_it_die(launcher_lives, code):
+    launcher = os.getpid()
+    if not launcher_lives:
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        launcher = gone.pid
+    rank = [sys.executable, "-c", "from penstock.machine.launched import follow_launcher; follow_launcher()"]
+    assert subprocess.run(rank, env={**os.environ, LAUNCHER: str(launcher)}).returncode == code

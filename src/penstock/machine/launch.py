@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import Timer
 
 from penstock.errors import RankLost, RecipeError, counted, tell
-from penstock.machine.launched import AGREED, ERRORS, GOING_ON, MET, TERMINAL, error_of, mark_of
+from penstock.machine.launched import AGREED, ERRORS, GOING_ON, LAUNCHER, MET, TERMINAL, error_of, mark_of
 from penstock.machine.lost import announce, announce_for, meeting_store
 from penstock.machine.ports import free_port
 from penstock.machine.signals import handling, leave_terminal
@@ -122,7 +122,7 @@ def launch(
         with _passing_signals_to(processes) as heard:
             for local_rank in range(machines.gpus):
                 variables = machines.environment(local_rank, address)
-                environment = {**quiet, **os.environ, **variables, ERRORS: notes}
+                environment = {**quiet, **os.environ, **variables, ERRORS: notes, LAUNCHER: str(os.getpid())}
                 processes.append(_start(words, environment, Path(notes), shown=variables["RANK"] == "0" or debug))
             codes = _wait_for(processes)
         agreed = any(mark_of(Path(notes), first_rank + index, AGREED).exists() for index in range(machines.gpus))

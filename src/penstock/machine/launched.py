@@ -13,6 +13,8 @@ from pathlib import Path
 
 ERRORS = "PENSTOCK_ERRORS"
 """Names a directory in which a rank leaves its error, instead of printing it."""
+LAUNCHER = "PENSTOCK_LAUNCHER"
+"""The launcher's process, whose child a rank is while it lives."""
 MET, AGREED = "met", "agreed"
 """What a rank notes there too: that all ranks have met; that it leaves as all agreed to, whatever its exit code."""
 TERMINAL = "PENSTOCK_TERMINAL"
@@ -52,7 +54,9 @@ def say_here(text: str) -> None:
 
 
 def follow_launcher() -> None:
-    """Have the kernel send this rank a SIGTERM if its launcher dies, so that it saves and ends."""
-    if ERRORS in os.environ:
+    """Have the kernel send this rank a SIGTERM if its launcher dies, so that it saves and ends. If it has died, now."""
+    if LAUNCHER in os.environ:
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.getppid() != int(os.environ[LAUNCHER]):  # the kernel tells nobody of a death that was before
+            signal.raise_signal(signal.SIGTERM)
