@@ -11,6 +11,8 @@ from penstock.engine.ranks import ALONE, World, bind, check_gpus_differ, find_wo
 from penstock.errors import RecipeError
 from penstock.machine.launch import check_batch
 
+STEP = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "12", "SLURM_LOCALID": "0"}
+
 
 def test_without_a_starter_a_process_is_alone():
     assert find_world({}) == ALONE == World(0, 1, 0, 1)
@@ -26,6 +28,17 @@ def test_launchers_say_which_rank_it_is():
     assert find_world(torchrun) == find_world(deepspeed) == World(5, 8, 1, 4)
     for tasks in ("4", "4(x2)"):
         assert find_world({**slurm, "SLURM_STEP_TASKS_PER_NODE": tasks}) == World(5, 8, 1, 4)
+    assert find_world({**torchrun, "SLURM_NODEID": "1"}) == World(5, 8, 1, 4), "torchrun as a task of SLURM"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "here"),
+    [("4", [4]), ("4(x2)", [4, 4]), ("4,3", [4, 3]), ("4(x2),3", [4, 4, 3]), ("2,4(x2),1(x2)", [2, 4, 4, 1, 1])],
+)
+def test_every_machine_of_a_slurm_step_has_its_number_of_tasks(tasks, here):
+    step = {**STEP, "SLURM_STEP_TASKS_PER_NODE": tasks}
+    assert [find_world({**step, "SLURM_NODEID": str(node)}).local_size for node in range(len(here))] == here
+    assert find_world(step).local_size == here[0]
 
 
 @pytest.mark.parametrize(
@@ -33,6 +46,10 @@ def test_launchers_say_which_rank_it_is():
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK is set and LOCAL_RANK is not"),
         ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "'x' is not a number"),
+        (
+            {**STEP, "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "2"},
+            r"NODEID is 2, .* 4\(x2\), is of 2 machines",
+        ),
     ],
 )
 def test_an_environment_that_says_half_is_refused(environment, message):

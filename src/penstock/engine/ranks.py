@@ -188,16 +188,29 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World:
     if missing:
         remedy = "Start it with torchrun, deepspeed, srun, or penstock train --gpus N."
         raise RecipeError(f"{names[0]} is set and {missing[0]} is not", where="environment", remedy=remedy)
-    return World(*(_number(environment[name]) for name in names))
+    texts = [environment[name] for name in names]
+    if names[-1] == "SLURM_STEP_TASKS_PER_NODE":
+        texts[-1] = _tasks_on(environment.get("SLURM_NODEID", "0"), texts[-1])
+    return World(*map(_number, texts))
+
+
+def _tasks_on(node: str, tasks: str) -> str:
+    """Tasks on one machine of a SLURM step. `4(x2),3` are those of two machines with four, then of one with three."""
+    runs = [run.removesuffix(")").partition("(x") for run in tasks.split(",")]
+    counts = [count for count, _, machines in runs for _ in range(_number(machines or "1"))]
+    if _number(node) >= len(counts):
+        there = counted(len(counts), "machine")
+        what = f"SLURM_NODEID is {node}, from 0, and SLURM_STEP_TASKS_PER_NODE, {tasks}, is of {there}"
+        raise RecipeError(what, where="environment", remedy="srun sets both: start every rank with the same srun.")
+    return counts[_number(node)]
 
 
 def _number(text: str) -> int:
-    """A number of the environment. SLURM writes tasks a node as 4, or as 4(x2) for two machines alike."""
-    digits = text.split("(")[0].split(",")[0]
-    if not digits.isdigit():
+    """A number of the environment."""
+    if not text.isdecimal():
         remedy = "A launcher sets it: start with torchrun, srun, or penstock train --gpus N."
         raise RecipeError(f"{text!r} is not a number", where="environment", remedy=remedy)
-    return int(digits)
+    return int(text)
 
 
 def first_machine(environment: Mapping[str, str]) -> str:
