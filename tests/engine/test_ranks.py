@@ -143,6 +143,13 @@ def test_ranks_split_the_cores_of_a_machine(ranks):
         assert bound == expected
 
 
+def test_ranks_that_hosts_have_in_turn_split_the_cores_of_their_own(ranks):
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    first, second = (cores[:half], cores[half : 2 * half]) if half else (cores, cores)
+    assert ranks("cores_of_hosts", 4, num_hosts=2) == [first, first, second, second]
+
+
 def test_one_rank_has_no_process_group_and_no_dtensor(ranks):
     (alone,) = ranks("agreement", 1)
     assert not alone["groups"]

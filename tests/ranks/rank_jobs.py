@@ -423,6 +423,14 @@ def agreement():
         }
 
 
+def cores_of_hosts(num_hosts):
+    """The cores that this rank keeps to, where SLURM gives ranks to hosts in turn (cyclic)."""
+    world = find_world()
+    with joined(world, DEVICE), mock.patch("socket.gethostname", return_value=f"host {world.rank % num_hosts}"):
+        local_rank, local_size = world.rank // num_hosts, world.size // num_hosts
+        return bind(dataclasses.replace(world, local_rank=local_rank, local_size=local_size), DEVICE)
+
+
 def slow_disk():
     """What rank 0 has received of rank 1 after a while."""
     world = find_world()

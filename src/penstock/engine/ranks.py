@@ -246,7 +246,7 @@ def _own_share(world: World, near: list[int]) -> list[int]:
     """This rank's cores: ranks of one machine tell each other what is near them."""
     if not world.many:
         return near
-    machine = world.rank - world.local_rank  # its first rank
-    everyone = world.gather((machine, near))
-    here = [rank for rank, (other, _) in enumerate(everyone) if other == machine]
+    host = socket.gethostname()  # SLURM may give ranks to machines in turn
+    everyone = world.gather((host, near))
+    here = [rank for rank, (other, _) in enumerate(everyone) if other == host]
     return shares_of_cores([everyone[rank][1] for rank in here])[here.index(world.rank)]
