@@ -20,7 +20,9 @@ from penstock.checkpoint.resume import (
     rng_state,
     set_rng_state,
 )
+from penstock.checkpoint.store import save
 from penstock.errors import CheckpointError
+from penstock.offload.saved_tensors import whole
 from penstock.plan.report import check_one_gpu
 from penstock.recipe.recipe import FIELDS, Recipe, to_dict
 
@@ -67,6 +69,23 @@ def test_a_parameter_with_fewer_rows_than_ranks_is_fingerprinted_by_all(ranks):
     shapes = ((1, 8), (64, 5), (3,))
     (alone,) = ranks("fingerprint", 1, shapes=shapes)
     assert ranks("fingerprint", 2, shapes=shapes) == [alone, alone]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"a": (2,)}, "b: the model has no such tensor"),
+        ({"a": (2,), "b": (3,), "c": (1,)}, "c: the checkpoint lacks it"),
+        ({"a": (2,), "b": (4,)}, "b is [3] torch.float32 here and [4] torch.float32 in the model"),
+    ],
+)
+def test_all_ranks_refuse_a_checkpoint_of_another_model_alike(ranks, tmp_path, shapes, message):
+    tensors = {"weights": [whole("a", torch.ones(2)), whole("b", torch.ones(3))]}
+    path = str(save(tmp_path / "checkpoints", 1, tensors, {}, lambda _: None).path)
+    first, second = ranks("restoring", 2, checkpoint=path, shapes=shapes)
+    assert first == second
+    assert first[0] == "CheckpointError"
+    assert message in first[1]
 
 
 def test_a_checkpoint_that_is_a_link_is_still_the_runs_own(tmp_path):

@@ -11,6 +11,7 @@ from collections import Counter
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -30,6 +31,8 @@ import penstock.run.loading
 import penstock.run.train
 from penstock.checkpoint import export_ranks
 from penstock.checkpoint.fingerprint import model_fingerprint
+from penstock.checkpoint.resume import Saved, restore
+from penstock.checkpoint.store import open_checkpoint
 from penstock.checkpoint.tensors import receive_blocks, send_tensors
 from penstock.data.loader import Position, prepare
 from penstock.engine.fsdp import load_for_ranks, shard_over_ranks
@@ -49,6 +52,7 @@ from penstock.offload.adamw import OffloadAdamW
 from penstock.offload.dtensors import all_say, extents, gathered_groups, is_streamed, local, local_start, share_of_host
 from penstock.offload.placing import placement_for
 from penstock.offload.saved_tensors import SavedTensor, state_tensors
+from penstock.offload.saved_tensors import whole as whole_tensor
 from penstock.offload.trained import Trained, find_trained
 from penstock.plan.layout import FORMATS, model_buffers, state_buffers, unit_buffers
 from penstock.plan.split import Manner, Profile, Rates
@@ -518,6 +522,19 @@ def refusing(directory, **options):
         penstock.run.train.train(tiny("demo", output_dir=directory), Console(quiet=True), world=find_world(), **options)
     except UserError as error:
         return type(error).__name__, str(error)
+
+
+def restoring(checkpoint, shapes):
+    """What a rank says to a checkpoint, when its model has weights of these names and shapes."""
+    world = find_world()
+    tensors = [whole_tensor(name, torch.zeros(shape)) for name, shape in shapes.items()]
+    engine = SimpleNamespace(rows_on_ranks=world.many, saved_tensors=lambda: {"weights": tensors})
+    saved = Saved(open_checkpoint(Path(checkpoint)), Position(), {}, 1, "", "", "", {})
+    with joined(world, DEVICE):
+        try:
+            restore(saved, engine, silent, world)
+        except Exception as error:
+            return type(error).__name__, str(error)
 
 
 def interrupting(directory):

@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -335,7 +336,7 @@ def restore(saved: Saved, engine: Engine, say: Say, world: World = ALONE) -> Non
                 _check_group(saved, group)
             read_tensors(saved.checkpoint, group, tensors, say)
             continue
-        order = world.share(lambda group=group: order_of_load(saved.checkpoint, group))  # type: ignore[misc]
+        order = world.share(partial(order_of_load, saved.checkpoint, group, tensors))
         if world.first:
             read_tensors(saved.checkpoint, group, tensors, say, world.size)
         else:

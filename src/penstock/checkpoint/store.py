@@ -262,17 +262,24 @@ def read_document(checkpoint: Checkpoint, name: str) -> Any:
     return json.loads((checkpoint.path / file).read_bytes())
 
 
-def order_of_load(checkpoint: Checkpoint, group: str) -> list[str]:
-    """Names of the tensors of a group in the order in which they are read."""
-    return [name for path in _files(checkpoint, group) for name in read_header(path) if _has_place(checkpoint, name)]
+def order_of_load(checkpoint: Checkpoint, group: str, tensors: Sequence[SavedTensor]) -> list[str]:
+    """Names of the tensors of a group in the order in which they are read. All must be there, and no others."""
+    found = [(name, entry) for path in _files(checkpoint, group) for name, entry in read_header(path).items()]
+    listed = [(name, entry) for name, entry in found if name not in GONE[checkpoint.format]]
+    stored, wanted = dict(listed), {tensor.name: tensor for tensor in tensors}
+    for name in sorted(wanted.keys() | stored.keys()):
+        if name not in stored or name not in wanted:
+            lacks = "the checkpoint lacks it" if name in wanted else "the model has no such tensor"
+            raise CheckpointError(f"{name}: {lacks}", where=str(checkpoint.path), remedy=OTHER_MODEL)
+        there, here = (stored[name].shape, stored[name].stored), (wanted[name].shape, wanted[name].dtype)
+        if there != here:
+            what = f"is {list(there[0])} {there[1]} here and {list(here[0])} {here[1]} in the model"
+            raise CheckpointError(f"{name} {what}", where=str(stored[name].path), remedy=OTHER_MODEL)
+    return [name for name, _ in listed]
 
 
 def _files(checkpoint: Checkpoint, group: str) -> list[Path]:
     return [checkpoint.path / name for name in checkpoint.files if re.fullmatch(rf"{group}-\d+\.safetensors", name)]
-
-
-def _has_place(checkpoint: Checkpoint, name: str) -> bool:
-    return name not in GONE[checkpoint.format]
 
 
 def read_tensors(
@@ -282,17 +289,8 @@ def read_tensors(
 
     Other ranks must be in `receive_tensors`, in the order of `order_of_load`.
     """
-    files = _files(checkpoint, group)
-    stored = {n: entry for path in files for n, entry in read_header(path).items() if _has_place(checkpoint, n)}
+    order_of_load(checkpoint, group, tensors)  # refuses what does not fit
     wanted = {tensor.name: tensor for tensor in tensors}
-    for name in sorted(wanted.keys() | stored.keys()):
-        if name not in stored or name not in wanted:
-            lacks = "the checkpoint lacks it" if name in wanted else "the model has no such tensor"
-            raise CheckpointError(f"{name}: {lacks}", where=str(checkpoint.path), remedy=OTHER_MODEL)
-        there, here = (stored[name].shape, stored[name].stored), (wanted[name].shape, wanted[name].dtype)
-        if there != here:
-            what = f"is {list(there[0])} {there[1]} here and {list(here[0])} {here[1]} in the model"
-            raise CheckpointError(f"{name} {what}", where=str(stored[name].path), remedy=OTHER_MODEL)
     transfer = Transfer("loading", sum(tensor.num_bytes for tensor in tensors), say)
 
     def read(path: Path) -> None:
@@ -303,7 +301,7 @@ def read_tensors(
             raise CheckpointError(f"cannot be read ({error.strerror})", where=str(path), remedy=remedy) from error
 
     with ThreadPoolExecutor(NUM_THREADS if num_ranks == 1 else 1, "penstock-load") as pool:
-        for _ in pool.map(read, files):
+        for _ in pool.map(read, _files(checkpoint, group)):
             pass
 
 
