@@ -1,5 +1,6 @@
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +33,21 @@ def test_a_directory_that_stays_empty_is_taken_away_with_its_parents(tmp_path):
     with claim(tmp_path):
         pass
     assert tmp_path.is_dir(), "it was there before"
+
+
+def test_a_disk_that_went_away_hides_no_error(tmp_path, monkeypatch):
+    """The lock cannot be removed there either."""
+
+    def unlink(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    def fail():
+        with claim(tmp_path / "run"):
+            monkeypatch.setattr(Path, "unlink", unlink)
+            raise OutputError("the disk is gone", where="run", remedy="Mount it.")
+
+    with pytest.raises(OutputError, match="the disk is gone"):
+        fail()
+    monkeypatch.undo()
+    with claim(tmp_path / "run"):
+        pass

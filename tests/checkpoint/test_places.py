@@ -95,6 +95,28 @@ def test_any_checkpoint_and_any_model_can_be_exported(run, tmp_path, capsys):
     assert "1 checkpoint" in capsys.readouterr().out
 
 
+def test_a_place_for_a_model_is_looked_at_before_all_else(run, capsys, monkeypatch):
+    monkeypatch.chdir(run)
+    for place in (".", "model"):
+        assert main(["export", ".", "--to", place]) == 2
+        assert f"{place}: there is something already\n" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_finds_its_model_from_another_directory(run, tmp_path, monkeypatch):
+    """It was named from where the command ran."""
+    shutil.copytree(run / "model", tmp_path / "base")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    words = ["demo", "--model", "./base", "--tokenizer", "base", "--max-steps", "1", "--save-every", "1"]
+    assert main(["train", *words, "--output-dir", "run", "--prompt", "None", "--data-percent", "10"]) == 0
+    shutil.rmtree(tmp_path / "run" / "model")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["export", "../run", "--to", "exported"]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *words, "--output-dir", "run", "--prompt", "None", "--data-percent", "10", "--resume"]) == 0
+
+
 def test_who_may_read_the_users_files_may_read_the_model(run, tmp_path):
     before = os.umask(0o027)
     try:

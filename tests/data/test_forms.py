@@ -152,6 +152,11 @@ def test_two_system_texts_are_refused():
         ({"messages": [{**CHAT[0], "images": ["a"]}, CHAT[1]]}, "messages[0].images holds images"),
         ({"messages": [{**CHAT[0], "tool_calls": [{}, 3]}, CHAT[1]]}, "stands in a message that is no response"),
         ({"messages": CHAT, "history": [["q", "a"]]}, "holds earlier turns"),
+        ({"prompt": "q", "completion": "a", "input": "more"}, "for which this form has no place"),
+        ({"question": "q", "answer": "a", "context": "more"}, "for which this form has no place"),
+        ({"prompt": "q", "response": "a", "system_prompt": "s"}, "a system text under another name"),
+        ({"messages": CHAT, "system_prompt": "s"}, "a system text under another name"),
+        ({"instruction": "q", "input": "more", "context": "and more", "output": "a"}, "as another column does too"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_with_what_it_is(fields, says):
@@ -160,6 +165,36 @@ def test_what_cannot_be_trained_on_is_refused_with_what_it_is(fields, says):
         Keys(detect_format(row)).unused(row)
     assert says in caught.value.what
     assert caught.value.where == "my.jsonl:7"
+
+
+@pytest.mark.parametrize("said", ["output", "response"])
+@pytest.mark.parametrize("more", [{"input": "more"}, {"context": "more"}, {"input": "", "context": "more"}])
+def test_alpacas_question_may_have_a_second_part_by_either_name(said, more):
+    row = Row({"instruction": "q", said: "a", **more}, "f", 1)
+    assert Keys("alpaca").unused(row) == ()
+    assert turns_of(row, "alpaca")[0].input == "more"
+
+
+def test_what_a_refused_column_is_to_be_called_is_said():
+    row = Row({"question": "q", "answer": "a", "context": "more"}, "f", 1)
+    with pytest.raises(DataError) as caught:
+        Keys("prompt-completion").unused(row)
+    assert "--columns question=instruction,answer=output,context=input" in caught.value.remedy
+    named = rename(row, (("question", "instruction"), ("answer", "output"), ("context", "input")))
+    assert detect_format(named) == "alpaca"
+    assert turns_of(named, "alpaca")[0].input == "more"
+
+
+def test_of_two_columns_with_messages_the_one_that_says_something_is_read():
+    talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    for fields, unused in (
+        ({"messages": None, "conversations": talk}, ()),
+        ({"messages": CHAT, "conversations": None}, ("conversations",)),
+        ({"messages": CHAT, "conversations": talk}, ("conversations",)),
+    ):
+        row = Row(fields, "f", 1)
+        assert [turn.role for turn in turns_of(row, "messages")] == ["user", "assistant"]
+        assert Keys("messages").unused(row) == unused
 
 
 def test_a_class_is_no_verdict_on_an_answer():

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from penstock.checkpoint.lock import is_claimed
-from penstock.checkpoint.places import CHECKPOINTS, NEWEST, Place, find_place
+from penstock.checkpoint.places import CHECKPOINTS, NEWEST, Place, check_free, find_place
 from penstock.checkpoint.resume import Saved, TakesCheckpoint, find_saved, verify_saved
 from penstock.checkpoint.run_dir import find_model, run_recipe
 from penstock.checkpoint.store import Checkpoint, find, open_checkpoint, read_tensors, verify
@@ -43,7 +43,6 @@ from penstock.model.load import load_config, load_model, load_tokenizer
 from penstock.offload.saved_tensors import weight_tensors
 from penstock.recipe.recipe import Recipe, with_values
 
-OCCUPIED = "Name a directory that does not exist yet, or remove this one."
 NOTHING_LEFT = "Nothing of it was left behind."
 NO_ROOM = f"Free space there, or write it elsewhere: `penstock export RUN --to DIR`. {NOTHING_LEFT}"
 SMALLER_FILES = f"`penstock export RUN --to DIR --shard-size 1GB` writes smaller ones. {NOTHING_LEFT}"
@@ -82,8 +81,7 @@ def export(
 
 def make_place(directory: Path, written: Path) -> None:
     """Make `written`, beside `directory`, which must not exist yet."""
-    if directory.exists():
-        raise OutputError("there is something already", where=str(directory), remedy=OCCUPIED)
+    check_free(directory)
     shutil.rmtree(written, ignore_errors=True)  # of an export that was cut off
     try:
         written.mkdir(parents=True)

@@ -29,7 +29,8 @@ def claim(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        (directory / LOCK_FILE).unlink(missing_ok=True)
+        with suppress(OSError):  # of a disk that went away; closing the file ends the lock
+            (directory / LOCK_FILE).unlink(missing_ok=True)
         os.close(descriptor)
         with suppress(OSError):  # it holds a run, or another process was faster
             for path in made:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from penstock.errors import RecipeError
+from penstock.errors import OutputError, RecipeError
+from penstock.recipe.recipe import Recipe, to_dict
 
 RECIPE_FILE, CHECKPOINTS, MANIFEST = "recipe.yaml", "checkpoints", "manifest.json"
 NEWEST = "newest"
@@ -89,3 +90,17 @@ def deepspeed_step(path: Path) -> Path:
         return path
     tag = path / latest.read_text(encoding="utf-8").strip()
     return tag if tag.resolve().is_relative_to(path.resolve()) else path  # a name may not lead elsewhere
+
+
+def as_noted(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as a run keeps it: a model on a disk is found from another directory too."""
+    named = {"model": recipe.model, "tokenizer": recipe.tokenizer}
+    paths = {field: Path(name).expanduser() for field, name in named.items() if name and name != "demo"}
+    return {**to_dict(recipe), **{field: str(path.absolute()) for field, path in paths.items() if path.exists()}}
+
+
+def check_free(directory: Path) -> None:
+    """Refuse a place for a model where something is."""
+    if directory.exists():
+        remedy = "Name a directory that does not exist yet, or remove this one."
+        raise OutputError("there is something already", where=str(directory), remedy=remedy)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from penstock.checkpoint.places import CHECKPOINTS, NEWEST
+from penstock.checkpoint.places import CHECKPOINTS, NEWEST, as_noted
 from penstock.checkpoint.store import (
     FORMAT,
     Checkpoint,
@@ -155,7 +155,7 @@ def best_step(evaluations: Iterable[tuple[int, float | None]]) -> int:
 def _documents(identity: Identity, position: Position, metrics: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     run = {
         **{field.name: getattr(identity, field.name) for field in dataclasses.fields(identity)},
-        "recipe": to_dict(identity.recipe),
+        "recipe": as_noted(identity.recipe),
         "position": dataclasses.asdict(position),
         "ranks": ranks,
     }

@@ -13,13 +13,13 @@ from typing import Any
 import yaml
 
 from penstock.checkpoint.lock import LOCK_FILE, is_claimed, refuse_if_claimed
-from penstock.checkpoint.places import CHECKPOINTS, RECIPE_FILE, check_is_run
+from penstock.checkpoint.places import CHECKPOINTS, RECIPE_FILE, as_noted, check_is_run
 from penstock.checkpoint.store import FILE_BYTES, find, remove, sweep, sync_directory
 from penstock.engine.deepspeed_config import deepspeed_json
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import DISK_IS_FULL, CheckpointError, DoesNotFit, OutputError, counted, size
 from penstock.machine.disk import FILE_LIMIT, PROBE, file_limit, write_whole
-from penstock.recipe.recipe import Recipe, to_dict, with_values
+from penstock.recipe.recipe import Recipe, with_values
 
 RANKS_FILE = "ranks.json"
 """Where the run ran: ranks, machines, device. It is not in the recipe, since it changes nothing that is trained."""
@@ -81,7 +81,7 @@ def make_run_dir(recipe: Recipe, world: World = ALONE, *, keep_checkpoints: bool
     kept = {LOCK_FILE} | ({CHECKPOINTS, "facts", RECIPE_FILE} if keep_checkpoints else set())
     for old in (directory / name for name in RUN_FILES - kept):  # the directory itself may be a link or a mount
         shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
-    text = yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(as_noted(recipe), sort_keys=False, allow_unicode=True)
     write_whole(directory / RECIPE_FILE, text)  # checkpoints without a recipe, or with half of one, are no run
     if recipe.engine == "deepspeed":
         config = json.dumps(deepspeed_json(recipe, world), indent=2)

@@ -41,7 +41,10 @@ SPELLINGS = (
 )
 """In the order in which they are looked for. Those after `text` came later: rows with both are still text."""
 
-SYSTEM, HISTORY, WEIGHT = "system", "history", "weight"
+SYSTEM, SYSTEM_PROMPT, HISTORY, WEIGHT = "system", "system_prompt", "history", "weight"
+MORE = ("input", "context")
+"""A second part of the question."""
+TALKS = ("messages", "conversations")
 TOOLS = ("tools", "functions")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 PREFERENCE = ("chosen", "rejected", "preferred_output", "non_preferred_output", "kto_tag", "label")
@@ -82,7 +85,16 @@ def filled(value: Any) -> bool:
 
 def spelling_of(row: Row, form: Format) -> Spelling:
     """How a row of this form spells its columns; the first way of all if it lacks them."""
-    return _spelling(tuple(row.fields), form)
+    way = _spelling(tuple(row.fields), form)
+    if way.columns == ("messages",) and not filled(row.fields.get("messages")) and "conversations" in row.fields:
+        return _spelling(("conversations",), form)
+    return way
+
+
+def given_of(row: Row, way: Spelling) -> str:
+    """The column with the second part of an Alpaca row's question: `input` or `context`, with either spelling."""
+    other = {"input": "context", "context": "input"}[way.given]
+    return other if filled(row.fields.get(other)) and not filled(row.fields.get(way.given)) else way.given
 
 
 @lru_cache(maxsize=1024)
@@ -161,7 +173,8 @@ class Keys:
         """Names of what is listed as not used, without the numbers of messages; raises for what is refused."""
         columns = tuple(row.fields)
         if columns not in self._by_columns:
-            by_name = not {*columns} & _BY_VALUE
+            by_name = not {*columns} & _BY_VALUE and not any({*two} <= {*columns} for two in (MORE, TALKS))
+            by_name &= self._form != "prompt-completion" or not {*columns} & {*MORE}
             listed = tuple(key for key, verdict in _columns(row, self._form) if verdict == "listed")
             self._by_columns[columns] = listed if by_name else None
         known = self._by_columns[columns]
@@ -184,8 +197,17 @@ def _is_plain(items: Any) -> bool:
 def refused(key: str, row: Row, form: Format) -> DataError:
     """What carries meaning and cannot be trained on."""
     if "[" not in key:
-        what = f"column {key!r} {_refusal(key, row.fields[key], form)}"
+        reason = _refusal(key, row.fields[key], form) or "holds a part of the question, as another column does too"
+        what = f"column {key!r} {reason}"
         remedy = f"Remove such rows; or, if it has no meaning for you, leave the column out: --columns {key}="
+        if key == SYSTEM_PROMPT:
+            remedy = f"Name it as it is meant: --columns {key}={SYSTEM}, or leave it out: --columns {key}="
+        elif key in MORE and form == "prompt-completion":
+            asked, said = spelling_of(row, form).columns
+            remedy = (
+                f"Make the rows Alpaca's: --columns {asked}=instruction,{said}=output,{key}=input, "
+                f"or leave it out: --columns {key}="
+            )
         return DataError(what, where=row.where, remedy=remedy)
     last = key.rpartition(".")[2]
     reason = _MEDIA_REASON if last in MEDIA else REFUSED.get(last, "stands in a message that is no response")
@@ -209,7 +231,14 @@ REFUSED = {
     "mask": "says which turns are trained on, in a way that projects disagree about",
     "chat_template_kwargs": "changes what the chat template writes",
 }
-_BY_VALUE = {*MEDIA, *PREFERENCE, *REFUSED, HISTORY}
+_BY_VALUE = {*MEDIA, *PREFERENCE, *REFUSED, HISTORY, SYSTEM_PROMPT}
+_IF_FILLED: dict[Format, tuple[str, ...]] = {
+    "alpaca": (*MORE, SYSTEM_PROMPT),
+    "prompt-completion": (*MORE, SYSTEM_PROMPT),
+    "messages": ("messages", SYSTEM_PROMPT),
+    "text": (),
+}
+"""Columns that say something where something is in them, beside those of every row."""
 _WITH_MESSAGES = ("messages", "conversations", "prompt", "completion", "response", "question", "answer")
 _PLAIN_KEYS = ({"role", "content"}, {"from", "value"})
 _MEDIA_REASON = "holds images, sound or film, and models are trained on text alone here"
@@ -231,6 +260,10 @@ def _refusal(column: str, value: Any, form: Format) -> str:
         return _MEDIA_REASON
     if column == HISTORY and form == "messages":
         return "holds earlier turns, which belong into the messages"
+    if column in MORE and form == "prompt-completion":
+        return "holds a part of the question, for which this form has no place"
+    if column == SYSTEM_PROMPT and form != "text":
+        return "holds a system text under another name"
     if column == "label":  # a class, as data for classification has it, says nothing of an answer
         is_verdict = form != "text" and str(value).lower() in ("true", "false", "0", "1")  # from CSV it comes as text
         return _PREFERENCE_REASON[column] if is_verdict else ""
@@ -239,15 +272,17 @@ def _refusal(column: str, value: Any, form: Format) -> str:
 
 def _columns(row: Row, form: Format) -> Iterator[tuple[str, Verdict]]:
     way = spelling_of(row, form)
-    known = {*way.columns, *([way.given] if way.given else []), *((WEIGHT,) if form == "text" else BESIDE)}
+    given = given_of(row, way) if way.given else None
+    known = {*way.columns, given, *((WEIGHT,) if form == "text" else BESIDE)}
     known |= {*MEDIA, *PREFERENCE, *REFUSED} - ({"label"} if form == "text" else set())
     for column, value in row.fields.items():
-        if _refusal(column, value, form):
+        says = filled(value)
+        if _refusal(column, value, form) or (given and column in MORE and column != given and says):
             yield column, "refused"
-        elif column in known and (column != "label" or not filled(value)):
+        elif column in known and (column != "label" or not says):
             yield column, "used"
         else:
-            yield column, "listed"
+            yield column, "used" if not says and column in _IF_FILLED[form] else "listed"
 
 
 def _message_keys(item: dict[str, Any], name: str) -> Iterator[tuple[str, Verdict]]:

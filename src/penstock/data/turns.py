@@ -14,7 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.data.files import Row
-from penstock.data.forms import HISTORY, SYSTEM, WEIGHT, Format, Spelling, column_names, detect_format, spelling_of
+from penstock.data.forms import (
+    HISTORY,
+    SYSTEM,
+    WEIGHT,
+    Format,
+    Spelling,
+    column_names,
+    detect_format,
+    given_of,
+    spelling_of,
+)
 from penstock.data.messages import Call, Turn, kind_of, turn_of
 from penstock.errors import DataError
 
@@ -39,7 +49,8 @@ def turns_of(row: Row, form: Format, left_out: list[Turn] | None = None) -> list
         return Dropped("weight 0")
     way = spelling_of(row, form)
     if form == "alpaca":
-        given = _text(row, way.given) if way.given in row.fields else ""
+        column = given_of(row, way)
+        given = _text(row, column) if column in row.fields else ""
         question = Turn("user", _text(row, way.columns[0]), given if given.strip() else "")
         turns = [*_history(row), question, Turn("assistant", _text(row, way.columns[1]))]
     elif form == "prompt-completion":
