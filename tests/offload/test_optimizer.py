@@ -3,6 +3,7 @@
 import copy
 import re
 import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from penstock.offload.adamw import OffloadAdamW
 from penstock.plan.layout import FORMATS
 from penstock.update.formats import view_state
+from penstock.update.host_threads import HostThreads
 from penstock.update.master import round_to_bf16_
 
 all_formats = pytest.mark.parametrize("states", FORMATS)
@@ -284,6 +286,37 @@ def test_model_state_dict_waits_for_the_updates():
         optimizer.step()
     saved_a, saved_b = a.state_dict(), b.state_dict()
     assert all(torch.equal(saved_a[k], saved_b[k]) for k in saved_a)
+
+
+class HeadFirst(Net):
+    """The same, but the head has the tied weight first, and the embedding, which is called first, has it too."""
+
+    def __init__(self):
+        super().__init__()
+        embedding = self.embed
+        del self.embed
+        self.embed = embedding
+
+
+@pytest.mark.parametrize("homes", ["host", "stream"])
+def test_whoever_has_a_tied_weight_waits_for_its_update(monkeypatch, homes):
+    """In whatever order they were registered, and are called."""
+
+    def read(homes):
+        model, found = HeadFirst(), []
+        optimizer = offload(model, lr=1e-2, homes=homes)
+        model.embed.register_forward_pre_hook(lambda module, _: found.append(module.weight.clone()))
+        for ids in batches(3):
+            loss_of(model, ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return found
+
+    expected, begin = read("gpu"), HostThreads.begin
+    monkeypatch.setattr(HostThreads, "begin", lambda *args: time.sleep(0.05) or begin(*args))
+    for ours, theirs in zip(read(homes), expected, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_a_gradient_that_comes_in_accumulate_only_counts():

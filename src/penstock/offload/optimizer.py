@@ -111,7 +111,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._hold_updates = False  # inside accumulate()
         self._step: Step | None = None
         self.report: StepReport | None = None
-        self._hooks = attach(self._trained, self._streams, self._gradient_came)
+        self._hooks = attach(model, self._trained, self._streams, self._gradient_came)
         self._hooks += attach_to_files(model, self._parameters, self.synchronize, self.weights_were_set)
         self._is_closed = when_dropped(self, self._housing.to_close, self._hooks)
         claim(self._parameters, self)

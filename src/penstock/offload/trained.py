@@ -189,11 +189,12 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def attach(
-    trained: Trained, streams: Streams, gradient_came: Callable[[int], None]
+    model: nn.Module, trained: Trained, streams: Streams, gradient_came: Callable[[int], None]
 ) -> list[RemovableHandle | BeforeGather]:
     """Hooks: a unit's forward waits for its update, and `gradient_came` is told of every gradient, by its number.
 
-    No hook of a parameter may lead to the model: torch holds it where Python does not look for cycles.
+    A module of another unit that has one of its weights too waits as well: it may be called first. No hook of a
+    parameter may lead to the model: torch holds it where Python does not look for cycles.
     """
     hooks: list[RemovableHandle | BeforeGather] = []
     came = weakly(gradient_came)
@@ -202,10 +203,23 @@ def attach(
         wait = Hook(unit.module, functools.partial(unit.wait, streams))
         # First of the module's hooks: FSDP2 gathers the weights in one of its own, and would gather the old ones.
         hooks.append(unit.module.register_forward_pre_hook(wait, prepend=True))
+        for module in _others_with(model, unit, [trained.parameters[index] for index in unit.parameters]):
+            wait = Hook(module, functools.partial(unit.wait, streams))
+            hooks.append(module.register_forward_pre_hook(wait, prepend=True))
         for index in unit.parameters:
             told = Hook(None, functools.partial(came, index))
             hooks.append(trained.parameters[index].register_post_accumulate_grad_hook(told))
     return hooks
+
+
+def _others_with(model: nn.Module, unit: TrainedUnit, parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """Modules outside of a unit that have a weight of it by another name."""
+    tied, within = {id(p) for p in parameters}, set(unit.module.modules())
+    return [
+        module
+        for module in model.modules()
+        if module not in within and any(id(p) in tied for p in module._parameters.values())
+    ]
 
 
 def attach_to_files(
