@@ -219,6 +219,27 @@ def test_train_is_trained_on_and_the_other_evaluated_on_and_said(write, tmp_path
     assert run(data_split="test").train.num_examples == 1
 
 
+def test_what_is_left_of_a_directory_among_several_names_is_said(write, tmp_path, plain, own_cache):
+    for split in ("train", "test"):
+        write(ROWS[:3], f"one/{split}.jsonl")
+        write([{"text": "other"}], f"two/{split}.jsonl")
+    file = write(ROWS[3:], "more.jsonl")
+    said = []
+
+    def run(data, **fields):
+        said.clear()
+        return prepare(Recipe(data=data, **fields), plain, len(plain), said.append)
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    data = run(f"{one},{file},{two}")
+    assert (data.train.num_examples, data.evaluation) == (6, None)
+    assert said[:2] == [f"{path}: training on 'train' (1 file); not used: 'test'" for path in (one, two)]
+    run(f"{one}:0.5,{file}:0.5", data_split="test")
+    assert said[0] == f"{one}: training on 'test' (1 file); not used: 'train'"
+    assert run(f"{one},{file}", eval_data=str(one)).evaluation.num_examples == 3
+    assert said[0] == f"{one}: training on 'train' (1 file), evaluating on 'test'"
+
+
 def test_a_directory_that_is_refused_is_not_described_first(write, tmp_path, plain, own_cache):
     for name in ("train", "test", "more"):
         write(ROWS, f"set/{name}.jsonl")

@@ -310,15 +310,19 @@ def prepare(
 
 
 def evaluation_of(recipe: Recipe, say: Callable[[str], None]) -> tuple[str, str]:
-    """What to evaluate on, as (name, split): what the recipe names, else another split of a directory, else nothing."""
-    path = Path(recipe.data).expanduser()
-    if not path.is_dir() or recipe.data == "demo":
-        return recipe.eval_data or "", recipe.eval_split
-    folder = open_folder(path)
-    own = "" if recipe.eval_data or recipe.validation else folder.evaluation(recipe.data_split, recipe.eval_split)
-    folder.choose(recipe.data_split)  # what is refused is not described first
-    if len(folder.splits) > 1:
-        say(folder.describe(recipe.data_split, own))
+    """What to evaluate on, as (name, split): what the recipe names, else another split of a directory that is alone."""
+    names = [part.name for part in parse_parts(recipe.data) or ()]
+    paths = {name: Path(name).expanduser() for name in names if name != "demo"}
+    folders = {name: open_folder(path) for name, path in paths.items() if path.is_dir()}
+    own = ""
+    if folders and len(names) == 1 and not (recipe.eval_data or recipe.validation):
+        own = folders[names[0]].evaluation(recipe.data_split, recipe.eval_split)
+    for folder in folders.values():
+        folder.choose(recipe.data_split)  # what is refused is not described first
+    named = {part.name for part in parse_parts(recipe.eval_data or "") or ()}
+    for name, folder in folders.items():
+        if len(folder.splits) > 1:
+            say(folder.describe(recipe.data_split, recipe.eval_split if name in named else own))
     return (recipe.data, own) if own else (recipe.eval_data or "", recipe.eval_split)
 
 
