@@ -157,6 +157,17 @@ def test_a_folder_as_the_hub_has_it(write, tmp_path):
     assert texts(root, "test") == ["row 4"]
 
 
+@pytest.mark.parametrize("name", ["README.txt", "readme_en.txt", "ReadMe.json", "LICENSE.txt", "license-test.txt.gz"])
+def test_a_readme_or_a_license_is_no_data_whatever_its_extension(write, tmp_path, name):
+    write("Be kind.\n", f"set/{name}")
+    with pytest.raises(DataError, match="no data file in the directory"):
+        texts(tmp_path / "set")
+    write(ROWS, "set/data/train.jsonl")
+    assert len(texts(tmp_path / "set")) == 5
+    write(ROWS[:2], "set/licenses.jsonl")
+    assert len(texts(tmp_path / "set")) == 2, "another word"
+
+
 def test_directories_that_are_splits(write, tmp_path):
     write(ROWS[:3], "set/train/a.jsonl")
     write(ROWS[3:], "set/validation/a.jsonl")

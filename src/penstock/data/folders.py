@@ -16,6 +16,8 @@ from penstock.errors import DataError, counted
 
 _ABOUT = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 """Files about the data that are no data."""
+_FOR_PEOPLE = {"readme", "license"}
+"""First words of names of files that are no data either, whatever their extension."""
 _SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -23,7 +25,7 @@ _SPLITS = {
 }
 _DEFAULTS = ("train", "test")
 """Splits that a recipe asks for if nobody says another."""
-_WORD = re.compile(r"[-._\s\d]+")
+_BETWEEN_WORDS = re.compile(r"[-._\s\d]+")
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Folder:
 
 
 def open_folder(directory: Path) -> Folder:
-    """The data files of a directory in the order of their names; anything else in it (a README) is passed over."""
+    """The data files of a directory in the order of their names; anything else (README, LICENSE) is passed over."""
     if (directory / "dataset_dict.json").is_file():
         splits = [str(split) for split in _about(directory / "dataset_dict.json", "splits")]
         return Folder(directory, {split: _saved(directory / Path(split).name) for split in splits})
@@ -90,7 +92,7 @@ def open_folder(directory: Path) -> Folder:
 
 def _files(directory: Path) -> tuple[Path, ...]:
     found = (p for p in directory.iterdir() if p.is_file() and file_kind(p) and not p.name.startswith("."))
-    return tuple(sorted(p for p in found if p.name not in _ABOUT))
+    return tuple(sorted(p for p in found if p.name not in _ABOUT and _words(p.name)[0] not in _FOR_PEOPLE))
 
 
 def _by_split(files: tuple[Path, ...]) -> dict[str, tuple[Path, ...]]:
@@ -103,8 +105,12 @@ def _by_split(files: tuple[Path, ...]) -> dict[str, tuple[Path, ...]]:
 
 
 def _split_of(name: str) -> str:
-    words = set(_WORD.split(name.lower()))
+    words = set(_words(name))
     return next((split for split, known in _SPLITS.items() if words & {*known}), "")
+
+
+def _words(name: str) -> list[str]:
+    return _BETWEEN_WORDS.split(name.lower())
 
 
 def _saved(directory: Path) -> tuple[Path, ...]:
