@@ -190,6 +190,8 @@ def test_with_json_a_failure_is_an_object_too(words, code, what, tmp_path, monke
         ("lr: [\n", "is not YAML"),
         ("name: 2024-13-45\n", "is not YAML"),
         ("preset: [demo]\n", r"preset: \['demo'\] is not a name"),
+        ("lr: {{ lr }}\n", r"is not YAML: key \{'lr': None\} is not a name; is it a placeholder"),
+        ("? [lr]\n: 1\n", r"is not YAML: key \['lr'\] is not a name"),
         ("preset: lama\n", "there is no preset 'lama'"),
         ("batch_size: many\n", "'many' is not a whole number"),
     ],
