@@ -49,6 +49,14 @@ def test_yaml_numbers_written_without_a_dot_are_numbers():
     assert with_values(Recipe(), {"epochs": 3}, "my.yaml").epochs == 3.0
 
 
+def test_yaml_numbers_are_text_where_a_field_takes_text():
+    recipe = with_values(Recipe(), {"weights": 16, "tile": 16384, "revision": 1234567}, "my.yaml")
+    assert (recipe.weights, recipe.tile, recipe.revision) == ("16", "16384", "1234567")
+    for value in (True, 1.5):
+        with pytest.raises(RecipeError, match=f"my.yaml: weights: {value} is not text"):
+            with_values(Recipe(), {"weights": value}, "my.yaml")
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -322,7 +322,7 @@ def _yaml(value: object) -> str:
 
 
 def _coerce(value: object, hint: Any, where: str) -> Any:
-    """`value` as the type of its field. YAML reads 2e-5 as a string, so numbers in strings are taken for numbers."""
+    """`value` as the type of its field. YAML reads 2e-5 as text and 16 as a number; either is taken for the other."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         for arg in args:
@@ -349,6 +349,8 @@ def _coerce(value: object, hint: Any, where: str) -> Any:
             return float(value)
         except ValueError:
             pass
+    elif hint is str and isinstance(value, int):  # weights: 16
+        return str(value)
     elif isinstance(value, hint):
         return value
     remedy = "`penstock train --help` says what each field takes."
