@@ -213,6 +213,23 @@ def test_no_rows(write, content, name):
     assert caught.where.endswith(name)
 
 
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (pa.array([0, None, 2_932_897, 2_932_898], pa.date32()), "date value out of range"),  # 9999 ends a day before
+        (pa.array([0, 0, 2**62, 0], pa.timestamp("ms")), "too large"),
+    ],
+)
+def test_a_date_that_python_does_not_have_names_row_and_column(tmp_path, values, says):
+    path = tmp_path / "my.parquet"
+    pq.write_table(pa.table({"text": ["a", "b", "c", "d"], "until": values}), path)
+    caught = error(path)
+    assert caught.where == f"{path}:3"
+    assert "the column 'until' cannot be read" in caught.what
+    assert says in caught.what
+    assert "year 9999" in caught.remedy
+
+
 def test_parquet_without_rows(tmp_path):
     path = tmp_path / "my.parquet"
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)

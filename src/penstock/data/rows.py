@@ -74,8 +74,24 @@ class Table:
 
     def rows(self) -> Iterator[Row]:
         """The rows, as Python objects."""
-        for number, fields in enumerate(self.batch.to_pylist(), self.first):
+        try:
+            rows = self.batch.to_pylist()
+        except (OverflowError, ValueError):
+            self._refuse_unreadable()
+            raise
+        for number, fields in enumerate(rows, self.first):
             yield Row(fields, self.file, number)
+
+    def _refuse_unreadable(self) -> None:
+        """Name the first value of which no Python object can be made."""
+        for number in range(self.batch.num_rows):
+            for name, values in zip(self.batch.schema.names, self.batch.columns, strict=True):
+                try:
+                    values[number].as_py()
+                except (OverflowError, ValueError) as error:
+                    what = f"the value of the column {name!r} cannot be read: {error}"
+                    remedy = "Mend it (is it a date after the year 9999?), or write the file without the column."
+                    raise DataError(what, where=place_name(self.file, self.first + number), remedy=remedy) from error
 
 
 @dataclass(frozen=True, slots=True)
