@@ -449,6 +449,21 @@ def test_help_shows_where_a_recipe_goes(capsys):
     assert "{None}" not in shown
 
 
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("train", "Print one JSON object on standard output"),
+        ("plan", "Print one JSON object, with --all an array, on standard output"),
+        ("doctor", "Print a JSON array: an object for each finding"),
+        ("generate", "Print one JSON object a line, for each answer"),
+    ],
+)
+def test_help_says_what_json_prints(capsys, command, says):
+    assert main([command, "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert says in shown
+
+
 @pytest.mark.parametrize(("flags", "level"), [([], logging.ERROR), (["--log-level", "info"], logging.INFO)])
 def test_libraries_say_as_much_as_they_are_asked_to(flags, level, tmp_path, capsys, monkeypatch):
     from transformers.utils import logging as transformers_logging

@@ -129,6 +129,8 @@ class PlanArgs(RecipeArgs):
     """Every preset on 1, 2 and 4 GPUs, with the best settings."""
     remeasure: Flag = False
     """Measure this machine again, instead of reading what was measured before."""
+    json: Flag = False
+    """Print one JSON object, with --all an array, on standard output; everything else goes to standard error."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +142,7 @@ class DoctorArgs:
     output_dir: str = "."
     """Where runs would be written: its disk is looked at."""
     json: Flag = False
-    """Print one JSON object."""
+    """Print a JSON array: an object for each finding."""
     debug: Flag = False
     """Show tracebacks."""
 
@@ -186,7 +188,7 @@ class GenerateArgs:
     device: str = "auto"
     """cuda, cpu or auto."""
     json: Flag = False
-    """Print one JSON object."""
+    """Print one JSON object a line, for each answer."""
     debug: Flag = False
     """Show tracebacks."""
 
