@@ -129,6 +129,7 @@ def test_other_commands_name_what_they_can_take(server, run, tmp_path, command):
     assert "--resume" not in ended.text
     assert server.penstock(command, older, *flags).code == 0, "what is advised works"
     flip(older / "run.json")
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
     ended = server.penstock(command, run, *flags)
     assert (ended.code, "No other checkpoint beside it is whole." in ended.text) == (5, True), ended.text
 
