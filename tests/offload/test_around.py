@@ -92,6 +92,31 @@ def test_a_part_is_saved_and_loaded_like_the_whole(homes, device, slow):
     assert same([split(master)[0] for master in masters(optimizer)], [weight.bfloat16() for weight in weights(model)])
 
 
+@pytest.mark.parametrize("homes", ONE_FAST)
+def test_of_a_few_keys_only_theirs_are_new_masters(homes, device):
+    model, optimizer, _ = run(homes=homes, chunk_size=100, device=device)
+    before, names = masters(optimizer), [name for name, p in model.named_parameters() if p.requires_grad]
+    chosen = {"layers.1.0.bias": torch.full((41,), 0.3), "norm.weight": torch.full((24,), 0.7)}
+    model.load_state_dict({name: tensor.to(device).bfloat16() for name, tensor in chosen.items()}, strict=False)
+    for name, old, new in zip(names, before, masters(optimizer), strict=True):
+        assert torch.equal(new, chosen[name].bfloat16().float() if name in chosen else old), name
+
+
+def test_a_key_that_is_renamed_on_loading_makes_new_masters_too():
+    """By a hook of the model's that comes after the optimizer's."""
+    model, optimizer, _ = run(homes="host", chunk_size=100)
+    before, index = masters(optimizer), [id(p) for p in optimizer._parameters].index(id(model.norm.weight))
+
+    def rename(module, state_dict, prefix, *_):
+        if prefix + "gamma" in state_dict:
+            state_dict[prefix + "weight"] = state_dict.pop(prefix + "gamma")
+
+    model.norm.register_load_state_dict_pre_hook(rename)
+    model.load_state_dict({"norm.gamma": torch.full((24,), 0.5).bfloat16()}, strict=False)
+    before[index] = torch.full((24,), 0.5)
+    assert same(masters(optimizer), before)
+
+
 def test_a_copy_of_the_model_is_nobodys_business():
     model, optimizer, _ = run(homes={"gpu": 0.5, "host": 0.5}, chunk_size=100)
     twin, before = copy.deepcopy(model), masters(optimizer)

@@ -157,13 +157,15 @@ class Hook:
     Saved with its model, or copied, it is nothing: an optimizer belongs to the model that it was made for.
     """
 
-    def __init__(self, module: nn.Module | None, act: Callable[[], None]) -> None:
+    def __init__(self, module: nn.Module | None, act: Callable[..., None], *, is_told: bool = False) -> None:
+        """`is_told`: `act` gets what torch tells of the call."""
         self._module, self._act = weakref.ref(module) if module is not None else None, act
+        self._is_told = is_told
 
-    def __call__(self, called: object, *_: object) -> None:
+    def __call__(self, called: object, *told: object) -> None:
         """Act, if it is that module that is called."""
         if self._module is None or called is self._module():
-            self._act()
+            self._act(*(told if self._is_told else ()))
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _no_hook, ()
@@ -222,6 +224,32 @@ def _others_with(model: nn.Module, unit: TrainedUnit, parameters: Iterable[Tenso
     ]
 
 
+class Loading:
+    """Loading weights into a module. torch calls its hooks for keys of other modules too, and for some of its own.
+
+    Whatever is not known to be missing counts as loaded. Looking the names up in the state dict beforehand was
+    rejected: other hooks may still rename its keys.
+    """
+
+    def __init__(
+        self, own: Mapping[str, int], synchronize: Callable[..., None], were_set: Callable[[Sequence[int]], None]
+    ) -> None:
+        """`own`: the numbers of the module's parameters by their names in it."""
+        self._own, self._synchronize, self._were_set = own, synchronize, were_set
+        self._prefix = ""
+
+    def begins(self, _: object, prefix: str, *__: object) -> None:
+        """Updates come to their end first."""
+        self._prefix = prefix
+        self._synchronize()
+
+    def ended(self, keys: Any) -> None:
+        """`keys`: those that the state dict lacks or has beyond the model, in torch's form."""
+        missing = set(keys.missing_keys)
+        if loaded := [index for name, index in self._own.items() if self._prefix + name not in missing]:
+            self._were_set(loaded)
+
+
 def attach_to_files(
     model: nn.Module,
     parameters: Sequence[Tensor],
@@ -236,11 +264,13 @@ def attach_to_files(
     hooks: list[RemovableHandle] = []
     synchronize, were_set = weakly(synchronize), weakly(were_set)
     for module in model.modules():
-        own = [index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of]
+        named = module.named_parameters(recurse=False, remove_duplicate=False)
+        own = {name: index_of[id(p)] for name, p in named if id(p) in index_of}
         if own:
+            loading = Loading(own, synchronize, were_set)
             hooks.append(module.register_state_dict_pre_hook(Hook(module, synchronize)))
-            hooks.append(module.register_load_state_dict_pre_hook(Hook(module, synchronize)))
-            hooks.append(module.register_load_state_dict_post_hook(Hook(module, functools.partial(were_set, own))))
+            hooks.append(module.register_load_state_dict_pre_hook(Hook(module, loading.begins, is_told=True)))
+            hooks.append(module.register_load_state_dict_post_hook(Hook(module, loading.ended, is_told=True)))
     return hooks
 
 
