@@ -131,6 +131,36 @@ def test_a_parameter_without_gradients_has_no_moments_in_torch():
     assert saved[1]["exp_avg"].any()
 
 
+def test_a_layer_that_was_frozen_since_keeps_its_state():
+    model, optimizer = train("fp32")
+    model[0].requires_grad_(False)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in saved["state"].values():
+        entry["exp_avg"] += 1
+    optimizer.load_state_dict(saved)
+    loaded = optimizer.state_dict()["state"]
+    assert list(loaded) == [0, 1, 2, 3]
+    assert all(torch.equal(loaded[i][name], entry[name]) for i, entry in saved["state"].items() for name in entry)
+
+
+def test_state_of_which_some_is_not_there_is_refused():
+    model, data, _ = pair(torch.float32)
+    model[0].requires_grad_(False)
+    optimizer = OffloadAdamW(model, params=[{"params": list(model.parameters())}])
+    go(model, optimizer, data)
+    saved = optimizer.state_dict()
+    optimizer.close()
+    model[0].requires_grad_(True)
+    other = OffloadAdamW(model, params=[{"params": list(model.parameters())}])
+    with pytest.raises(RecipeError, match=r"other parameters\n.*the same frozen"):
+        other.load_state_dict(saved)
+    go(model, other, data)
+    saved = other.state_dict()
+    del saved["state"][2]
+    with pytest.raises(RecipeError, match="other parameters"):
+        other.load_state_dict(saved)
+
+
 @pytest.mark.parametrize(("change", "said"), [
     (lambda saved: saved["param_groups"][0].update(amsgrad=True), "an optimizer with amsgrad"),
     (lambda saved: saved["param_groups"][0].update(decoupled_weight_decay=False), "as in Adam"),

@@ -347,7 +347,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         The state of a `torch.optim.AdamW` is taken too; its masters are the weights as they are now.
         """
-        saved = read_saved(state_dict, self.param_groups, self.format, self._rule)
+        saved = read_saved(state_dict, self.param_groups, self._parameters, self.format, self._rule)
         self.synchronize()
         for group, values in zip(self.param_groups, saved.groups, strict=True):
             group.update(values)

@@ -7,7 +7,7 @@ loading was rejected: it would change a run without a word.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,10 +102,12 @@ def _moment(entry: Entry, name: str) -> Tensor | None:
     return entry.get(name, entry.get(name + CODES))
 
 
-def read_saved(state_dict: Mapping[str, Any], groups: Groups, states: StateFormat, rule: Rule) -> Saved:
+def read_saved(
+    state_dict: Mapping[str, Any], groups: Groups, parameters: Iterable[nn.Parameter], states: StateFormat, rule: Rule
+) -> Saved:
     """A state dict of ours, now or before, or of torch's AdamW. One of others is refused before anything is changed.
 
-    `groups` have the parameters that it is for.
+    `groups` have the parameters that it is for; `parameters` are those that have state, frozen since then or not.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise _other_optimizer()
@@ -115,13 +117,15 @@ def read_saved(state_dict: Mapping[str, Any], groups: Groups, states: StateForma
                                              zip(state_dict["param_groups"], groups, strict=True)]:  # fmt: skip
         raise _other_parameters()
     numbers = _numbers(groups)
-    trained = {p: number for p, number in numbers.items() if p.requires_grad}
+    trained = {p: numbers[p] for p in parameters}
     state = state_dict["state"]
     if isinstance(state, list):  # as it was once: trained parameters in their order
         state = dict(zip(trained.values(), state, strict=True)) if len(state) in (0, len(trained)) else {-1: {}}
     if not set(state) <= set(trained.values()):
         raise _other_parameters()
     if "steps" in state_dict:
+        if state and len(state) < len(trained):
+            raise _other_parameters()
         entries = [state[number] for number in trained.values()] if state else []
         scalars = {name: tensor for name, tensor in state_dict.items() if name not in ("state", "param_groups")}
     else:
