@@ -117,6 +117,17 @@ def test_a_key_that_is_renamed_on_loading_makes_new_masters_too():
     assert same(masters(optimizer), before)
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["all", "params"])
+def test_frozen_layers_may_be_on_another_device(given, device):
+    model = nn.Sequential(nn.Linear(4, 4, device="meta").requires_grad_(False), nn.Linear(4, 1, device=device))
+    optimizer = OffloadAdamW(model, lr=0.1, params=[{"params": list(model.parameters())}] if given else None)
+    before = model[1].weight.detach().clone()
+    model[1](torch.ones(2, 4, device=device)).sum().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    assert not torch.equal(model[1].weight, before)
+
+
 def test_a_copy_of_the_model_is_nobodys_business():
     model, optimizer, _ = run(homes={"gpu": 0.5, "host": 0.5}, chunk_size=100)
     twin, before = copy.deepcopy(model), masters(optimizer)

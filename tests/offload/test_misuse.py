@@ -151,6 +151,14 @@ def test_a_parameter_that_was_frozen_and_is_not_any_more_is_refused():
         optimizer.step()
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["all", "params"])
+def test_a_model_without_anything_to_train_is_refused(given):
+    model = Net().requires_grad_(False)
+    params = [{"params": list(model.parameters())}] if given else None
+    with pytest.raises(RecipeError, match=r"no parameter is trainable.*\n.*requires_grad_"):
+        OffloadAdamW(model, params=params)
+
+
 def test_a_generator_of_parameters_is_no_model():
     with pytest.raises(RecipeError, match=r"the first argument is generator, not a model\n.*params="):
         OffloadAdamW(Net().parameters())

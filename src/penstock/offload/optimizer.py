@@ -83,7 +83,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._sums_in_fp32 = behaviour.accumulate_dtype == "fp32"
         self._overlap, self._rule = behaviour.overlap, rule
         self.update: UpdateTime = update_time(behaviour)
-        super().__init__(params if params is not None else [p for p in model.parameters() if p.requires_grad], defaults)
+        everything = [{"params": [p for p in model.parameters() if p.requires_grad]}]
+        super().__init__(params if params is not None else everything, defaults)
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._group_of = [i for i, g in enumerate(self.param_groups) for p in g["params"] if p.requires_grad]
         self._trained = find_trained(model, self.param_groups, units)

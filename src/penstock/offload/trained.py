@@ -137,6 +137,9 @@ def find_trained(
     if groups is None:
         groups = [{"params": list(model.parameters())}]
     parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+    if not parameters:
+        remedy = "Call requires_grad_(True) on what is to be trained, then make the optimizer."
+        raise RecipeError("no parameter is trainable: all are frozen", where="OffloadAdamW", remedy=remedy)
     index_of = {id(p): i for i, p in enumerate(parameters)}
     units = []
     for unit in find_units(model, chosen):
@@ -146,7 +149,8 @@ def find_trained(
     if index_of:
         what = f"{len(index_of)} of the parameters to train are not in the model"
         raise RecipeError(what, where="params", remedy="Give the model that they belong to, or leave params out.")
-    resident = (p.device for p in model.parameters() if not is_streamed(p))
+    # Frozen ones may be elsewhere; they are asked where all that is trained streams.
+    resident = (p.device for p in (*parameters, *model.parameters()) if not is_streamed(p))
     types = tuple(p.dtype for p in parameters)
     return Trained(tuple(parameters), tuple(units), next(resident, parameters[0].device), types)
 
