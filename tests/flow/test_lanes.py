@@ -31,6 +31,14 @@ def test_numbers_reach_the_host_as_they_were(device):
     assert streams.separate_memory == (device == "cuda")
 
 
+def test_numbers_reach_the_host_whatever_the_default_device(device, monkeypatch):
+    monkeypatch.setattr(Streams, "separate_memory", True)
+    streams, numbers = Streams(torch.device(device)), torch.arange(3.0, device=device)
+    with torch.device("cuda" if device == "cuda" else "meta"):
+        on_host = streams.to_host(numbers)
+    assert on_host.read().tolist() == [0, 1, 2]
+
+
 def test_work_of_a_thread_is_in_order_and_not_in_the_callers():
     thread, seen = Streams(CPU).thread("penstock-test"), []
     for number in range(20):

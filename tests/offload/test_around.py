@@ -128,6 +128,29 @@ def test_frozen_layers_may_be_on_another_device(given, device):
     assert not torch.equal(model[1].weight, before)
 
 
+@pytest.mark.parametrize("homes", HOMES)
+def test_a_default_device_changes_nothing(homes, device):
+    """Of a model that was made before. Where torch puts what names no device is nobody's business."""
+    model, data = Net().to(device), batches(3, device)
+    elsewhere = "cuda" if device == "cuda" else "meta"
+    with torch.device(elsewhere):
+        ours = run(model=model, data=data, homes=homes, chunk_size=100)
+        ours[1].load_state_dict(ours[1].state_dict())
+        ours[1].synchronize()
+    assert_same(run(data=data, homes=homes, chunk_size=100, device=device), ours)
+
+
+def test_a_state_of_torch_is_loaded_with_a_default_device_too():
+    model = Net()
+    torchs = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    loss_of(model, batches(1)[0]).backward()
+    torchs.step()
+    with torch.device("meta"):
+        optimizer = OffloadAdamW(model, params=[{"params": list(model.parameters())}])
+        optimizer.load_state_dict(torchs.state_dict())
+    assert int(optimizer.scalar_state()["steps"]) == 1
+
+
 def test_a_copy_of_the_model_is_nobodys_business():
     model, optimizer, _ = run(homes={"gpu": 0.5, "host": 0.5}, chunk_size=100)
     twin, before = copy.deepcopy(model), masters(optimizer)

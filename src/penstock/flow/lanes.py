@@ -157,7 +157,8 @@ class Streams:
         """
         if not self.separate_memory:
             return ToHost(tensor, Mark())
-        landing = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)  # or the copy is waited for
+        pinned = tensor.is_cuda  # or the copy is waited for
+        landing = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         self._numbers.wait(self.main_mark())  # what makes the numbers is still under way
         with self._numbers.work():
             landing.copy_(tensor, non_blocking=True)

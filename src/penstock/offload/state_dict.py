@@ -181,7 +181,7 @@ def _from_torch(
         moments = {name: local(found[name]).cpu().float() if name in found else torch.zeros_like(weight).float()
                    for name in moments_of}  # fmt: skip
         entries.append({"master": weight.float(), **moments})
-    return entries, {"steps": torch.tensor(steps[0] if steps else 0)}
+    return entries, {"steps": torch.tensor(steps[0] if steps else 0, device="cpu")}
 
 
 def _check_entries(entries: Sequence[Entry], parameters: Sequence[Tensor], states: StateFormat, rule: Rule) -> None:

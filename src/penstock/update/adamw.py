@@ -132,7 +132,7 @@ class AdamWScalars:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._steps = torch.zeros((), dtype=torch.int64, device=device)
-        self._squares: tuple[list[tuple[float, float]], Tensor] = [], torch.empty(0)
+        self._squares: tuple[list[tuple[float, float]], Tensor] = [], torch.empty(0, device=device)
 
     def coefficients(self, groups: Groups) -> Tensor:
         """The row of each group for the step that would come next, unclipped and set to go."""

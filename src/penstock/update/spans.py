@@ -41,7 +41,8 @@ def root(x: Tensor) -> Tensor:
     """
     if x.is_cuda:
         return x.sqrt()
-    return torch.tensor([math.sqrt(number) for number in x.flatten().tolist()], dtype=x.dtype).view(x.shape)
+    roots = [math.sqrt(number) for number in x.flatten().tolist()]
+    return torch.tensor(roots, dtype=x.dtype, device=x.device).view(x.shape)
 
 
 def span_sums_reference(values: Tensor, out: Tensor) -> None:
