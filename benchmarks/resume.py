@@ -25,12 +25,11 @@ from penstock.checkpoint.store import NUM_THREADS, find, open_checkpoint, read_t
 from penstock.checkpoint.tensors import safetensors
 from penstock.engine.native import NativeEngine
 from penstock.engine.trial import full_batch
-from penstock.machine.hardware import describe, pick_device, pick_dtype
+from penstock.machine.hardware import describe, make_repeatable, pick_device, pick_dtype
 from penstock.model.load import load_config, load_model
 from penstock.recipe.lists import parse_homes
 from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import with_values
-from penstock.run.preparation import make_repeatable
 
 OUT = Path(os.environ.get("OUT", "."))
 STEPS = 3

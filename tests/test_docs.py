@@ -185,7 +185,7 @@ def test_speeds_with_fp8_are_those_of_the_results():
 def test_long_rows_beside_the_code_before_are_those_of_the_results():
     page = (ROOT / "docs" / "long-rows.md").read_text(encoding="utf-8")
     rows = rows_of("2026-11-19-h200/long/rows.jsonl")
-    assert len(rows) == 4
+    assert len(rows) == 6
     for before, today in zip(rows[::2], rows[1::2], strict=True):
         cells = [f"{before['settings']['max_length']:,}", *(f"{row['tokens_per_s']:,.0f}" for row in (before, today))]
         for row in (before, today):

@@ -177,6 +177,25 @@ def test_fp8_rows_have_a_floor_in_the_same_arithmetic(tmp_path):
     assert "penstock fp8" in table
 
 
+def test_deterministic_rows_are_measured_so_and_stand_apart(tmp_path, monkeypatch):
+    from penstock.bench import run
+
+    seen = []
+
+    class Asks(run.NativeEngine):
+        def __init__(self, *args, **kwargs):
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(run, "NativeEngine", Asks)
+    asked = Asked(steps=1, updates=("after-norm",))
+    for deterministic in (True, False):
+        bench(dataclasses.replace(TINY, deterministic=deterministic), asked, to=str(tmp_path), say=lambda _: None)
+    assert seen == [True, False]
+    titles = [line for line in (tmp_path / "table.txt").read_text().splitlines() if " tokens" in line and ";" in line]
+    assert [", deterministic" in title for title in titles] == [True, False]
+
+
 def test_peers_have_no_fp8(capsys):
     from penstock.command.cli import main
 

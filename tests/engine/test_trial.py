@@ -136,18 +136,19 @@ def test_short_examples_take_what_is_added_for_them():
     heads, size, tokens = 8, 128, 16_384
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_attention_heads=heads, head_dim=size))
     peaks = []
-    for examples in (1, 512):
+    for ends in ((0, 8_000, tokens), (0, 16, *range(32, tokens + 1, 32))):
         q, k, v = (
             torch.randn(1, n, tokens, size, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (heads, 2, 2)
         )
-        ends = range(0, tokens + 1, tokens // examples) if examples > 1 else (0, 100, tokens)
-        out, _ = attend(nn.Module(), q, k, v, None, segments=Segments.of(tuple(ends), q.device))
+        segments = Segments.of(ends, q.device)
+        assert not segments.alike
+        out, _ = attend(nn.Module(), q, k, v, None, segments=segments)
         gradient = torch.randn_like(out)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         torch.autograd.grad(out, (q, k, v), gradient)
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    added = with_examples(Profile(0.0, 0.0), config, 510).activation_bytes
+    added = with_examples(Profile(0.0, 0.0), config, 513 - 2).activation_bytes
     assert peaks[1] - peaks[0] == pytest.approx(added, rel=0.1)
 
 

@@ -30,7 +30,7 @@ from penstock.bench.timing import median_seconds
 from penstock.engine.deepspeed_start import without_shared_memory
 from penstock.engine.weights import load_to_stream
 from penstock.machine.gpu_memory import limit_gpu, most_driver_bytes
-from penstock.machine.hardware import pick_device
+from penstock.machine.hardware import make_repeatable, pick_device
 from penstock.machine.ports import free_port
 from penstock.model.load import load_config, load_model
 from penstock.recipe.recipe import Recipe, with_values
@@ -64,6 +64,7 @@ def measure(peer: Peer, recipe: Recipe, steps: int, others_bytes: int) -> dict[s
     """The median step and what it took."""
     importlib.import_module(peer.name)  # before gigabytes of weights are made for nothing
     device = pick_device(recipe.device)
+    make_repeatable(recipe)
     if recipe.batch_size % recipe.rows_at_once:
         raise ValueError(f"batch {recipe.batch_size} is not a multiple of the micro-batch {recipe.rows_at_once}")
     limit_gpu(device, recipe.gpu_memory, others_bytes)

@@ -94,6 +94,8 @@ class Row:
     """How often torch's allocator found no memory and waited for the device to get some back, in all steps."""
     matmul: str = "bf16"
     """In what the decoder's linear layers multiply; the floor of the row does the same."""
+    deterministic: bool = False
+    """Only with operations that repeat to the bit, in its floor too."""
 
 
 def row_of(values: dict[str, Any]) -> Row:
@@ -157,7 +159,8 @@ def table(rows: Sequence[Row]) -> str:
 
 def _work(row: Row) -> str:
     """What rows that may be compared have in common."""
-    return f"{row.model}: {row.batch} x {row.seq} tokens; {row.machine}; {row.date}"
+    repeats = ", deterministic" if row.deterministic else ""
+    return f"{row.model}: {row.batch} x {row.seq} tokens{repeats}; {row.machine}; {row.date}"
 
 
 _HEADINGS = ("system", "mode", "update", "states", "clip", "micro", "recomp", "step s", "/floor", "/best", "exposed",

@@ -35,7 +35,7 @@ from penstock.engine.weights import layer_by_layer, load_to_stream, streams
 from penstock.errors import DoesNotFit, RecipeError, UserError
 from penstock.flow.timeline import Span
 from penstock.machine.gpu_memory import driver_bytes, limit_gpu, most_driver_bytes
-from penstock.machine.hardware import describe, pick_compile, pick_device, pick_dtype
+from penstock.machine.hardware import describe, make_repeatable, pick_compile, pick_device, pick_dtype
 from penstock.model.flops import flops_per_token, reference_flops_per_token
 from penstock.model.load import load_config, load_model
 from penstock.model.load_rows import build_on_meta, count_parameters
@@ -77,6 +77,7 @@ def bench(recipe: Recipe, asked: Asked, *, to: str, say: Say) -> Report:
     """Ceilings, the floor, our step in every variant, then peers. Each row is on disk as soon as it is known."""
     device = pick_device(recipe.device)
     recipe = dataclasses.replace(recipe, init="random", dtype=pick_dtype(recipe.dtype, device))
+    make_repeatable(recipe)
     check_matmul(recipe, load_config(recipe), device)
     num_params = count_parameters(recipe, load_config(recipe))
     recipe = dataclasses.replace(recipe, compile=pick_compile(recipe, device, num_params))
@@ -183,6 +184,7 @@ class Case:
             "recompute": recipe.recompute,
             "compiled": recipe.compile,
             "matmul": recipe.matmul,
+            "deterministic": recipe.deterministic,
             "floor_s": self.floor_s,
             "exposed_s": step_s - self.floor_s if step_s and self.floor_s else None,
             "tokens_per_s": recipe.batch_size * recipe.max_length / step_s if step_s else None,

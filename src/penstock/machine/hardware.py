@@ -66,6 +66,16 @@ def pick_compile(recipe: Recipe, device: torch.device, num_params: int = COMPILE
     return wanted and device.type == "cuda" and recipe.engine == "penstock"
 
 
+def make_repeatable(recipe: Recipe) -> None:
+    """Seed every generator in use; with `deterministic`, refuse operations that may differ between runs."""
+    import torch
+
+    torch.manual_seed(recipe.seed)
+    if recipe.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is made
+    torch.use_deterministic_algorithms(recipe.deterministic)
+
+
 def describe(device: torch.device) -> str:
     """The device in words, for the console."""
     import torch

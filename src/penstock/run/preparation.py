@@ -7,7 +7,6 @@ copy of them, and a mistake costs seconds instead of the time of a load.
 from __future__ import annotations
 
 import math
-import os
 import platform
 from dataclasses import dataclass, replace
 
@@ -34,7 +33,7 @@ from penstock.engine.ranks import ALONE, World
 from penstock.engine.weights import num_streamed
 from penstock.errors import DataError, RecipeError, UserError, counted
 from penstock.machine.gpu_memory import limit_gpu
-from penstock.machine.hardware import COMPILED_FROM, describe, pick_compile, pick_device, pick_dtype
+from penstock.machine.hardware import COMPILED_FROM, describe, make_repeatable, pick_compile, pick_device, pick_dtype
 from penstock.machine.known import Machine
 from penstock.machine.launch import check_batch
 from penstock.machine.launched import say_here
@@ -216,14 +215,6 @@ def foresee_disk(run: Run, first_step: int) -> None:
     weights = sum(p.nbytes for p in model.parameters())
     state = sum(FORMATS[run.recipe.states].num_bytes(p.numel(), dtype.itemsize) for p in model.parameters())
     check_disk(run, first_step, weights + state, weights)
-
-
-def make_repeatable(recipe: Recipe) -> None:
-    """Seed every generator in use; with `deterministic`, refuse operations that may differ between runs."""
-    torch.manual_seed(recipe.seed)
-    if recipe.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is made
-    torch.use_deterministic_algorithms(recipe.deterministic)
 
 
 def planned(run: Run, console: Console, world: World) -> tuple[Run, Plan | None]:
