@@ -19,7 +19,7 @@ DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def tell(message: str, exit_code: int, words: Iterable[str], found: Mapping[str, object] | None = None) -> None:
     """Print an error. If `words`, a command line, ask for JSON, standard output gets an object, with what was found."""
-    with suppress(BrokenPipeError):  # nobody reads it any more; the exit code tells
+    with suppress(OSError):  # nobody reads it any more, or its disk is full; the exit code tells
         print(f"penstock: {message}", file=sys.stderr)
         if "--json" in words:
             print(json.dumps({**(found or {}), "error": message, "exit_code": exit_code}))

@@ -417,6 +417,17 @@ def test_nobody_who_reads_is_no_failure(word):
     assert (result.returncode, result.stderr or b"") == (2 if word == "typo" else 0, b"")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_said(unbuffered):
+    with open("/dev/full", "w") as full:
+        command, environment = [sys.executable, "-m", "penstock", "--version"], {"PYTHONUNBUFFERED": unbuffered}
+        result = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, env={**os.environ, **environment}, text=True, check=False
+        )
+    said = "penstock: the output: cannot be written (No space left on device)\n  Free space on the disk that it goes to"
+    assert (result.returncode, result.stderr) == (3, f"{said}, or send it elsewhere.\n")
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_when_nobody_reads_its_lines_any_more(tmp_path):
     words = ["train", "demo", "--max-steps", "2", "--data-percent", "10", "--prompt", "None", "--output-dir", tmp_path]

@@ -28,6 +28,17 @@ def test_who_stops_reading_does_not_end_the_run(monkeypatch):
         print("others go on too", flush=True)
 
 
+def test_a_disk_without_room_for_lines_does_not_end_the_run(monkeypatch, capsys):
+    with open("/dev/full", "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        console = Console()
+        console.say("one")
+        with console.phase("two"):
+            console.say("three")
+        print("others go on too", flush=True)
+    assert capsys.readouterr().err == "WARNING: no more lines can be written (No space left on device): none follow\n"
+
+
 def test_a_line_has_the_rates_of_its_step():
     console = Console()
     row = StepRow(3, 1.5, 1e-5, 0.7, 16384, 9000, 1.409, False, 11628.1, 598.4, 743.2)

@@ -34,7 +34,7 @@ from penstock.command.arguments import (
     without_local_rank,
 )
 from penstock.command.libraries import importing, output_for_people, prepare_torch, quiet_libraries
-from penstock.errors import RecipeError, UserError, counted, did_you_mean, tell
+from penstock.errors import DISK_IS_FULL, DoesNotFit, RecipeError, UserError, counted, did_you_mean, tell
 from penstock.machine.signals import handling, leave_terminal
 from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import to_dict
@@ -53,8 +53,10 @@ def run() -> NoReturn:
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
-        except BrokenPipeError:  # nobody reads it any more; Python would try again at its end, and fail
+        except OSError as error:  # Python would try again at its end, and fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            if not isinstance(error, BrokenPipeError):  # then nobody reads it any more
+                code = code or _fail(str(_no_output(error)), DoesNotFit.exit_code, sys.argv)
     meeting = sys.modules.get("penstock.engine.meeting")
     if meeting is not None and meeting.HAS_JOINED.is_set():
         sys.stderr.flush()
@@ -87,8 +89,16 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if "--debug" in words:
             traceback.print_exc()
+        if isinstance(error, OSError) and error.errno in DISK_IS_FULL and error.filename is None:
+            return _fail(str(_no_output(error)), DoesNotFit.exit_code, words)
         remedy = "" if "--debug" in words else "\n  Run it again with --debug for the traceback, and please report it."
         return _fail(f"this is a bug: {type(error).__name__}: {error}{remedy}", 1, words)
+
+
+def _no_output(error: OSError) -> UserError:
+    """What a command prints is its result: one that nobody gets is no success, though a run does without its lines."""
+    remedy = "Free space on the disk that it goes to, or send it elsewhere."
+    return DoesNotFit(f"cannot be written ({error.strerror})", where="the output", remedy=remedy)
 
 
 def _end(number: int, _: object) -> None:

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TextIO, cast
@@ -39,7 +39,7 @@ class Phase:
 
 
 class _Steady:
-    """A file for lines. One that was a terminal and is gone takes them and forgets them: a run is worth more."""
+    """A file for lines. One whose terminal is gone, or whose disk is full, forgets them: a run is worth more."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -59,10 +59,22 @@ class _Steady:
     def _try(self, act: Callable[[], object]) -> None:
         try:
             act()
+        except BrokenPipeError:
+            raise  # which `_Lines` sees to
         except OSError as error:
-            if error.errno != errno.EIO or not is_device(self._file.fileno()):
-                raise
-            leave_terminal()
+            if error.errno == errno.EIO and is_device(self._file.fileno()):
+                leave_terminal()
+                return
+            _to_nowhere(self._file)
+            with suppress(OSError):
+                print(f"WARNING: no more lines can be written ({error.strerror}): none follow", file=sys.stderr)
+
+
+def _to_nowhere(file: TextIO) -> None:
+    """Forget all that goes to the file: what others print there would fail too, and so would Python at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, file.fileno())
+    os.close(nowhere)
 
 
 class _Lines(RichConsole):
@@ -71,9 +83,7 @@ class _Lines(RichConsole):
     def on_broken_pipe(self) -> None:
         """A run is worth more than its lines: they go nowhere from here on."""
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())  # what others print there would fail too, and so would Python at its end
-        os.close(nowhere)
+        _to_nowhere(cast(TextIO, self.file))
 
 
 class Console:
