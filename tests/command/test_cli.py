@@ -417,6 +417,17 @@ def test_nobody_who_reads_is_no_failure(word):
     assert (result.returncode, result.stderr or b"") == (2 if word == "typo" else 0, b"")
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-8"])
+def test_letters_that_the_output_lacks_are_no_failure(encoding):
+    """Neither those of another alphabet, nor a name of a file whose bytes are no letters."""
+    code = "import penstock.command.cli as cli\ncli.main = lambda: print('Reading 中\\udce9.jsonl') or 0\ncli.run()"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=False)
+    letters = "\\u4e2d" if encoding == "latin-1" else "中"
+    assert result.stdout.decode() == f"Reading {letters}\\udce9.jsonl\n", result.stderr.decode()
+    assert result.returncode == 0
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_cannot_be_written_is_said(unbuffered):
     with open("/dev/full", "w") as full:

@@ -9,7 +9,7 @@ import torch
 
 from penstock.flow.timeline import Span
 from penstock.report.console import Console
-from penstock.report.facts import Environment, cut, environment
+from penstock.report.facts import Environment, Recorder, cut, environment
 from penstock.run.train import train
 
 
@@ -57,6 +57,12 @@ def test_a_run_of_one_step_is_recorded_too(small_recipe, tmp_path):
     timeline = facts(tmp_path / "run")["timeline"]
     assert timeline["step"] == 1
     assert any(span["lane"] == "update" for span in timeline["spans"])
+
+
+def test_a_name_that_is_no_letters_is_written_and_read(tmp_path):
+    (tmp_path / "facts").mkdir()
+    Recorder(tmp_path, None, 1, 1)._write("data", {"source": "caf\udce9 中.jsonl"})
+    assert facts(tmp_path) == {"data": {"source": "caf\udce9 中.jsonl"}}
 
 
 def test_the_timeline_is_cut_where_nothing_could_hide_an_update():

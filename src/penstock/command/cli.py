@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -49,6 +50,8 @@ def run() -> NoReturn:
     A rank leaves without taking its interpreter down: a thread of gloo that still holds a tensor would then want the
     interpreter's lock, and end the process with SIGABRT (pytorch/pytorch#179291), after all of its work was done.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # or a letter that a terminal of another country lacks ends a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     code = main()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:

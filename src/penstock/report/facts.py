@@ -133,7 +133,8 @@ class Recorder:
         if not self._writes:
             return
         text = json.dumps(facts, ensure_ascii=False)
-        (self._directory / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+        # A name of a file may have bytes that are no letters; JSON has the same escape for them.
+        (self._directory / f"{name}.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def cut(step: int, spans: Sequence[Span]) -> Timeline:

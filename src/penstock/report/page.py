@@ -54,7 +54,7 @@ def report(paths: list[Path], *, to: str = "", images: bool = False) -> Written:
     page = Path(to) if to else (paths[0] / PAGE if len(paths) == 1 else Path(PAGE))
     with writing(page, "file"):
         page.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(page, render(runs, converter.javascript_bundle()))
+        write_whole(page, render(runs, converter.javascript_bundle()).encode(errors="backslashreplace"))
     with writing(page.parent / IMAGES, "file"):
         drawn = draw(runs, page.parent / IMAGES, converter) if images else []
     left_out = [f"{run.path}: {what}" for run in runs for what in run.left_out]
