@@ -7,6 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from penstock.checkpoint.places import NEWEST
+from penstock.checkpoint.resume import find_start
 from penstock.checkpoint.run_dir import check_room, check_run_dir, find_model, make_run_dir, run_recipe
 from penstock.checkpoint.store import save
 from penstock.errors import CheckpointError, DoesNotFit, OutputError, RecipeError
@@ -52,6 +54,27 @@ def test_a_link_stays_a_link(tmp_path):
     make_run_dir(recipe)
     assert (tmp_path / "run").is_symlink()
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["recipe.yaml"]
+
+
+@pytest.mark.parametrize("link", ["", "run"])
+def test_a_link_to_a_disk_that_is_not_there_is_said(tmp_path, link):
+    (tmp_path / "runs").symlink_to(tmp_path / "disk") if not link else (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / link).symlink_to(tmp_path / "disk") if link else None
+    with pytest.raises(OutputError, match=r"runs.*: is a link to .*/disk, which is not there\n.*is mounted"):
+        check_run_dir(tmp_path / "runs" / "run", overwrite=False)
+
+
+@pytest.mark.parametrize("link", ["checkpoints", "checkpoints/step-00000001"])
+def test_a_run_does_not_begin_anew_where_the_disk_of_its_checkpoints_is_not_there(tmp_path, link):
+    run = make_run_dir(Recipe(output_dir=str(tmp_path / "run")))
+    save(run / "checkpoints", 1, {"state": [whole("x", torch.ones(3))]}, {}, lambda _: None)
+    (run / link).rename(tmp_path / "disk")
+    (run / link).symlink_to(tmp_path / "not-mounted")
+    for act in (lambda: find_start(run, NEWEST, overwrite=False), lambda: find_model(run)):
+        with pytest.raises(CheckpointError, match=rf"{link}: is a link to .*/not-mounted, which is not there"):
+            act()
+    assert run_recipe(run), "which is there"
+    assert (run / link).is_symlink()
 
 
 def test_the_recipe_comes_back(tmp_path):

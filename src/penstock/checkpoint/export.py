@@ -32,7 +32,7 @@ from penstock.checkpoint.lock import is_claimed
 from penstock.checkpoint.places import CHECKPOINTS, NEWEST, Place, check_free, find_place
 from penstock.checkpoint.resume import Saved, TakesCheckpoint, find_saved, verify_saved
 from penstock.checkpoint.run_dir import find_model, run_recipe
-from penstock.checkpoint.store import Checkpoint, find, open_checkpoint, read_tensors, verify
+from penstock.checkpoint.store import Checkpoint, check_links, find, open_checkpoint, read_tensors, verify
 from penstock.checkpoint.sums import check_sums, write_sums
 from penstock.errors import DISK_IS_FULL, CheckpointError, Diverged, DoesNotFit, OutputError, RecipeError, UserError
 from penstock.machine.disk import FILE_LIMIT, file_limit, hits_file_limit
@@ -266,6 +266,7 @@ def verify_all(path: Path, say: Callable[[str], None]) -> Verified:
             remedy = "Name a run or a checkpoint, or a model that Penstock wrote."
             raise RecipeError("is a model without checksums", where=f"--verify {path}", remedy=remedy)
         return Verified([], model)
+    check_links(place.path / CHECKPOINTS)
     for path in [place.path] if place.kind == "checkpoint" else find(place.path / CHECKPOINTS):
         try:
             checkpoint = open_checkpoint(path)

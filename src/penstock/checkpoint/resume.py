@@ -26,6 +26,7 @@ from penstock.checkpoint.places import CHECKPOINTS, NEWEST, as_noted
 from penstock.checkpoint.store import (
     FORMAT,
     Checkpoint,
+    check_links,
     find,
     open_checkpoint,
     order_of_load,
@@ -171,6 +172,7 @@ def find_saved(run_dir: Path, wanted: str, command: TakesCheckpoint | None = Non
     `command`, of what takes a checkpoint and does not go on from it, stands in the advice if this one is damaged.
     """
     path = run_dir if wanted == NEWEST else Path(wanted)
+    check_links(path / CHECKPOINTS)
     if wanted == NEWEST or (path / CHECKPOINTS).is_dir():
         complete = find(path / CHECKPOINTS)
         if not complete and wanted == NEWEST:

@@ -14,7 +14,7 @@ import yaml
 
 from penstock.checkpoint.lock import LOCK_FILE, is_claimed, refuse_if_claimed
 from penstock.checkpoint.places import CHECKPOINTS, RECIPE_FILE, as_noted, check_is_run
-from penstock.checkpoint.store import FILE_BYTES, find, remove, sweep, sync_directory
+from penstock.checkpoint.store import FILE_BYTES, check_links, find, remove, sweep, sync_directory
 from penstock.engine.deepspeed_config import deepspeed_json
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import DISK_IS_FULL, CheckpointError, DoesNotFit, OutputError, counted, size
@@ -36,6 +36,11 @@ def check_run_dir(directory: Path, *, overwrite: bool, own: bool = False) -> Non
 
     A run that goes on in its `own` directory leaves what others have put there alone.
     """
+    for path in (directory, *directory.parents):
+        if path.is_symlink() and not path.exists():
+            what = f"is a link to {os.readlink(path)}, which is not there"
+            remedy = "See that its disk is mounted, or use another --output-dir."
+            raise OutputError(what, where=str(path), remedy=remedy)
     if directory.exists() and not directory.is_dir():
         raise OutputError("is a file, not a directory", where=str(directory), remedy="Use another --output-dir.")
     refuse_if_claimed(directory)
@@ -177,6 +182,7 @@ def find_model(run: Path) -> Path:
             remedy = "Wait for its first checkpoint." if saves else "Wait for its end: before that it saves nothing."
             raise CheckpointError("the run is still going on and has saved nothing yet", where=str(run), remedy=remedy)
         remedy = f"Go on with `penstock train ... --resume`, or take a checkpoint: `penstock export {run} --to DIR`."
+        check_links(run / CHECKPOINTS)
         if not find(run / CHECKPOINTS):
             remedy = "It left no checkpoint either: train it again, with --overwrite."
         raise CheckpointError("the run has no exported model: it did not end", where=str(run), remedy=remedy)

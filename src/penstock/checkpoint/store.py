@@ -157,6 +157,14 @@ def find(directory: Path) -> list[Path]:
     return sorted(named, key=lambda path: _place(path.name), reverse=True)
 
 
+def check_links(directory: Path) -> None:
+    """Refuse links to a disk that is not there: a run would begin anew, and its checkpoints are whole."""
+    for path in (directory, *directory.glob("step-*")):
+        if path.is_symlink() and not path.exists():
+            what = f"is a link to {os.readlink(path)}, which is not there"
+            raise CheckpointError(what, where=str(path), remedy="See that its disk is mounted, or remove the link.")
+
+
 def _place(name: str) -> tuple[int, int]:
     """Step, and how often it had been saved before."""
     match = _STEP.fullmatch(name)
