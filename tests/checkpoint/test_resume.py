@@ -117,6 +117,15 @@ def test_what_one_gpu_streamed_goes_on_with_several_and_with_resident_weights():
     assert as_begun(Recipe(weights="resident"), there).tile == "64", "since it is computed layer by layer"
 
 
+@pytest.mark.parametrize("asked", [{"weights": "streamed"}, {"order": "layers"}])
+def test_what_was_computed_whole_goes_on_layer_by_layer(asked):
+    there = Saved(None, None, to_dict(Recipe(recompute="none")), 1, "", "", "", {})
+    assert as_begun(Recipe(), there).recompute == "none"
+    assert as_begun(Recipe(**asked), there).recompute == "auto"
+    streamed = Saved(None, None, to_dict(Recipe(weights="streamed", recompute="full")), 1, "", "", "", {})
+    assert as_begun(Recipe(mode="zerooffload"), streamed).weights == "auto"
+
+
 def test_what_several_gpus_streamed_row_by_row_one_chooses_anew():
     began = Recipe(weights="30", order="rows", inputs="kept", tile="none", recompute="full")
     there = Saved(None, None, to_dict(began), 1, "", "", "", {}, ranks=16)

@@ -275,15 +275,19 @@ class Difference:
 def as_begun(recipe: Recipe, saved: Saved | None, num_ranks: int = 1) -> Recipe:
     """A resumed run goes on with what `auto` was when it began, as another machine may choose otherwise.
 
-    Where it no longer goes layer by layer, because the command says so, what belongs to that is chosen anew; and where
-    it had several ranks or has them now.
+    Where it goes layer by layer as it did not, or no longer does, because the command says so, what belongs to that is
+    chosen anew; and where it had several ranks or has them now.
     """
     earlier = {"tile": "none"} if recipe.engine == "penstock" else {}  # of a version that had no tiles
     recipe_then = earlier | dict(saved.recipe) if saved else {}
     begun = {name: value for name, value in recipe_then.items() if name in AS_BEGUN}
     free = {name: value for name, value in begun.items() if getattr(recipe, name) == AS_BEGUN[name]}
+    if recipe.mode == "zerooffload":
+        free.pop("weights", None)  # which it keeps on the GPU
     weights, order = (free.get(name, getattr(recipe, name)) for name in ("weights", "order"))
     by_layer = weights not in ("auto", "resident") or order == "layers"
+    if by_layer and free.get("recompute") != "full":
+        free.pop("recompute", None)
     several = num_ranks > 1 or (saved is not None and saved.ranks > 1)
     left_out = LAYER_BY_LAYER if several else set() if by_layer else {"inputs", "tile"}
     return dataclasses.replace(recipe, **{name: value for name, value in free.items() if name not in left_out})
