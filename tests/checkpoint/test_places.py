@@ -171,3 +171,21 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_not_called_damaged(run, 
     said = capsys.readouterr().err
     assert "step-00000002: was removed while it was read" in said
     assert f"Give the command again with {going}: " in said
+
+
+@pytest.mark.parametrize("at", ["open_checkpoint", "verify"])
+def test_what_the_run_removes_while_all_is_verified_is_passed_over(run, tmp_path, capsys, monkeypatch, at):
+    going, real = tmp_path / "going", getattr(export, at)
+    shutil.copytree(run, going, ignore=shutil.ignore_patterns("model"))
+    first = going / "checkpoints" / "step-00000001"
+
+    def too_late(found, *args):
+        if first in (found, getattr(found, "path", None)):
+            remove(first)
+        return real(found, *args)
+
+    monkeypatch.setattr(export, at, too_late)
+    assert main(["export", str(going), "--verify"]) == 0
+    said = capsys.readouterr()
+    assert "step-00000001: was removed while it was read" in said.out
+    assert ("Every byte is as it was written: 1 checkpoint" in said.out, said.err) == (True, "")

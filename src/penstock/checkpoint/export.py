@@ -269,11 +269,15 @@ def verify_all(path: Path, say: Callable[[str], None]) -> Verified:
     check_links(place.path / CHECKPOINTS)
     for path in [place.path] if place.kind == "checkpoint" else find(place.path / CHECKPOINTS):
         try:
-            checkpoint = open_checkpoint(path)
-            say(f"Checking {checkpoint.path}: {checkpoint.num_bytes / 1e9:,.2f} GB")
-            verify(checkpoint, say)
+            with _not_removed(path):
+                checkpoint = open_checkpoint(path)
+                say(f"Checking {checkpoint.path}: {checkpoint.num_bytes / 1e9:,.2f} GB")
+                verify(checkpoint, say)
             whole.append(checkpoint)
         except CheckpointError as error:
+            if place.kind == "run" and not path.exists():
+                say(f"  {error.where}: {error.what}")
+                continue
             say(f"  damaged: {error.where}")
             damaged.append(error)
     if damaged:
