@@ -132,7 +132,7 @@ def test_how_a_run_whose_rank_died_goes_on_is_told_by_what_it_has_saved(tmp_path
         return capsys.readouterr().err
 
     assert f"There is no checkpoint in {tmp_path} yet: the same command with --resume begins again." in said()
-    assert "the same command goes on from other/run again." in resume_advice(tmp_path, "other/run")
+    assert "the same command with --overwrite goes on from other/run again." in resume_advice(tmp_path, "other/run")
     assert resume_advice(tmp_path, NEWEST) == resume_advice(tmp_path)
     half = tmp_path / "checkpoints" / ".saving-step-00000002"
     half.mkdir(parents=True)
@@ -140,6 +140,8 @@ def test_how_a_run_whose_rank_died_goes_on_is_told_by_what_it_has_saved(tmp_path
     assert "There is no checkpoint" in said()
     half.rename(half.with_name("step-00000002"))
     assert "The same command with --resume goes on from the newest checkpoint." in said()
+    advice = resume_advice(tmp_path, "other/run")
+    assert advice == "The same command goes on with --resume alone; other/run would take it back there."
 
 
 def test_of_a_run_that_is_going_on_its_newest_checkpoint_is_taken_and_that_is_said(run, tmp_path, capsys):

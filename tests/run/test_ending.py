@@ -5,7 +5,9 @@ import signal
 
 import pytest
 
+from penstock.checkpoint.places import NEWEST
 from penstock.machine.launched import ERRORS
+from penstock.recipe.recipe import Recipe
 from penstock.run import ending
 
 
@@ -48,3 +50,12 @@ def test_a_launchers_second_signal_ends_at_once(exits, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
     assert exits == [143]
+
+
+@pytest.mark.parametrize("resumed", ["", NEWEST, "runs/a/checkpoints/step-00000002"])
+def test_a_run_that_went_on_from_a_checkpoint_is_not_sent_back_there(resumed):
+    stop = ending.Stop()
+    stop.number = signal.SIGTERM
+    advice = str(ending.interrupted(Recipe(), stop, 3, 6, resumed)).splitlines()[1]
+    alone = "  The same command goes on with --resume alone; runs/a/checkpoints/step-00000002 would take it back there."
+    assert advice == (alone if "runs" in resumed else "  The same command with --resume goes on.")

@@ -53,10 +53,13 @@ def resume_advice(run: Path, resumed: str = "") -> str:
 
     `resumed`: what it went on from, which may be another run's.
     """
-    if any((run / CHECKPOINTS).glob(f"step-*/{MANIFEST}")):
+    named, saved = resumed not in ("", NEWEST), any((run / CHECKPOINTS).glob(f"step-*/{MANIFEST}"))
+    if saved and named:
+        return f"The same command goes on with --resume alone; {resumed} would take it back there."
+    if saved:
         return "The same command with --resume goes on from the newest checkpoint."
-    if resumed not in ("", NEWEST):
-        return f"There is no checkpoint in {run} yet: the same command goes on from {resumed} again."
+    if named:
+        return f"There is no checkpoint in {run} yet: the same command with --overwrite goes on from {resumed} again."
     return f"There is no checkpoint in {run} yet: the same command with --resume begins again."
 
 

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 
 import torch
 
-from penstock.checkpoint.places import CHECKPOINTS
+from penstock.checkpoint.places import CHECKPOINTS, NEWEST
 from penstock.checkpoint.store import find
 from penstock.errors import DISK_IS_FULL, DoesNotFit, Interrupted, OutputError
 from penstock.machine.disk import FILE_LIMIT, hits_file_limit
@@ -82,11 +82,13 @@ def signals(say: Callable[[str], None] | None = None) -> Iterator[Stop]:
             teller.join()
 
 
-def interrupted(recipe: Recipe, stop: Stop, step: int, total_steps: int) -> Interrupted:
-    """The run ended early, and where its state is now."""
+def interrupted(recipe: Recipe, stop: Stop, step: int, total_steps: int, resumed: str = "") -> Interrupted:
+    """The run ended early, and where its state is now. `resumed`: the checkpoint that the command names, if it does."""
     name, run_dir = signal.Signals(stop.number).name, recipe.run_dir
     if recipe.keep:
         kept, remedy = f"saved in {run_dir / CHECKPOINTS}", "The same command with --resume goes on."
+        if resumed not in ("", NEWEST):
+            remedy = f"The same command goes on with --resume alone; {resumed} would take it back there."
     else:
         kept, remedy = f"the model as it was then is in {run_dir / 'model'}", "With --keep 0 it cannot go on."
     where = f"step {step} of {total_steps}"

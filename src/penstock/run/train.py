@@ -97,7 +97,7 @@ def train(
                 export_model(loaded.engine, run, console, world)
         if cut_off:
             world.largest(0)  # or a rank that ends would end the one that still writes the model
-            raise interrupted(recipe, stop, last_step, run.total_steps)
+            raise interrupted(recipe, stop, last_step, run.total_steps, resume)
         summary = summarize(records.metrics, recipe.run_dir, ask_again(run, loaded, world), run.data)
         summary = replace(summary, stopped_early=early)
         record(lambda: records.recorder.end(summary), console)
