@@ -240,6 +240,41 @@ def test_checkpoints_that_will_be_removed_pay_for_no_more_than_they_hold(tmp_pat
         check_room(tmp_path, **sizes, keep_checkpoints=False)
 
 
+@pytest.mark.parametrize("name", ["model", "model.unchecked"])
+def test_a_model_that_will_be_replaced_makes_room(tmp_path, monkeypatch, name):
+    usage = shutil.disk_usage(tmp_path)._replace(free=GIB)
+    monkeypatch.setattr("penstock.checkpoint.run_dir.shutil.disk_usage", lambda _: usage)
+    sizes = {"checkpoint_bytes": 10 * GIB, "export_bytes": 3 * GIB, "num_saves": 0, "keep": 2}
+    with pytest.raises(DoesNotFit):
+        check_room(tmp_path, **sizes)
+    (tmp_path / name).mkdir()
+    with (tmp_path / name / "model.safetensors").open("wb") as file:
+        file.truncate(2 * GIB)
+    check_room(tmp_path, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "there_gib", "refused"),
+    [
+        (3, 30, ""),
+        (2, 30, "run: needs 3.0 GiB of disk, 2.0 GiB are free: the model, 3.0 GiB\n"),
+        (99, 29, r"run/checkpoints: needs 30.0 GiB of disk, 29.0 .*3 more checkpoints of 10.0 GiB \(.*written\)\n"),
+    ],
+)
+def test_checkpoints_on_a_disk_of_their_own_need_room_there(tmp_path, monkeypatch, free_gib, there_gib, refused):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    usage = shutil.disk_usage(tmp_path)
+    free = {"run": free_gib, "checkpoints": there_gib}
+    monkeypatch.setattr("penstock.checkpoint.run_dir._disk", lambda path: path.name)
+    monkeypatch.setattr(
+        "penstock.checkpoint.run_dir.shutil.disk_usage", lambda path: usage._replace(free=free[path.name] * GIB)
+    )
+    with pytest.raises(DoesNotFit, match=refused) if refused else nullcontext():
+        check_room(tmp_path / "run", checkpoint_bytes=10 * GIB, export_bytes=3 * GIB, num_saves=5, keep=2)
+
+
 def test_a_run_on_deepspeed_keeps_the_configuration_it_ran_with(tmp_path):
     make_run_dir(Recipe(output_dir=str(tmp_path / "run"), engine="deepspeed", offload_ratio=0.25))
     config = json.loads((tmp_path / "run" / "deepspeed.json").read_text())

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,24 +113,56 @@ def check_room(
     keep_best: bool = False,
     keep_checkpoints: bool = True,
 ) -> None:
-    """Refuse to begin what the disk cannot hold: the checkpoints that are kept, one being written, and the model."""
+    """Refuse to begin what the disk cannot hold: the checkpoints that are kept, one being written, and the model.
+
+    Checkpoints may be on a disk of their own, behind a link or a mount.
+    """
     check_file_limit(directory, export_bytes)
-    existing = len(find(directory / CHECKPOINTS)) if keep_checkpoints else 0
+    checkpoints = directory / CHECKPOINTS
+    existing = len(find(checkpoints)) if keep_checkpoints else 0
+    check = partial(
+        _check_disk, checkpoint_bytes=checkpoint_bytes, keep=keep, save_every=save_every, keep_best=keep_best
+    )
+    there = next(path for path in (directory, *directory.resolve().parents) if path.exists())
+    free = shutil.disk_usage(there).free + _num_bytes(directory / "model") + _num_bytes(directory / "model.unchecked")
+    if not keep_checkpoints:  # they make room, but another model's may be smaller
+        free += _num_bytes(checkpoints)
+    elif checkpoints.is_dir() and _disk(checkpoints) != _disk(directory):
+        check(directory, free, 0, num_saves=0, export_bytes=export_bytes)
+        check(checkpoints, shutil.disk_usage(checkpoints).free, existing, num_saves=num_saves, export_bytes=0)
+        return
+    check(directory, free, existing, num_saves=num_saves, export_bytes=export_bytes)
+
+
+def _disk(path: Path) -> int:
+    return path.stat().st_dev
+
+
+def _check_disk(
+    where: Path,
+    free: int,
+    existing: int,
+    *,
+    checkpoint_bytes: int,
+    num_saves: int,
+    keep: int,
+    export_bytes: int,
+    save_every: int,
+    keep_best: bool,
+) -> None:
+    """The same of one disk, with so many checkpoints."""
 
     def needed(keep: int, num_saves: int, keep_best: bool = keep_best) -> int:
         return num_more(existing, num_saves, keep + keep_best) * checkpoint_bytes + export_bytes
 
-    there = next(path for path in (directory, *directory.resolve().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    if not keep_checkpoints:  # they make room, but another model's may be smaller
-        free += _num_bytes(directory / CHECKPOINTS)
     if needed(keep, num_saves) <= free:
         return
     more, listed = num_more(existing, num_saves, keep + keep_best), f"the model, {size(export_bytes)}"
     if more:
         best = ", the best one" if keep_best else ""
         why = f" (keep = {keep}{best}, and one being written)" if more > 1 else ""
-        listed = f"{counted(more, 'more checkpoint')} of {size(checkpoint_bytes)}{why} and {listed}"
+        model = f" and {listed}" if export_bytes else ""
+        listed = f"{counted(more, 'more checkpoint')} of {size(checkpoint_bytes)}{why}{model}"
     # Only what is enough, and not what the run does anyway.
     seldom = " --save-every 0" * bool(save_every) + " --no-keep-best" * keep_best
     remedy = "Free space, or use an --output-dir on a larger disk."
@@ -141,7 +174,7 @@ def check_room(
     elif more and export_bytes <= free:
         remedy = f"Free space, use an --output-dir on a larger disk, or save no checkpoint: --keep 0{seldom}"
     what = f"needs {size(needed(keep, num_saves))} of disk, {size(free)} are free: {listed}"
-    raise DoesNotFit(what, where=str(directory), remedy=remedy)
+    raise DoesNotFit(what, where=str(where), remedy=remedy)
 
 
 def num_more(existing: int, num_saves: int, keep: int) -> int:
