@@ -1,5 +1,6 @@
 """The command as a user types it."""
 
+import errno
 import gc
 import json
 import logging
@@ -13,7 +14,7 @@ from importlib.resources import files
 
 import pytest
 
-from penstock.command.cli import main
+from penstock.command.cli import COMMANDS, main
 from penstock.command.libraries import importing
 from penstock.errors import RecipeError
 from penstock.recipe.file import find_recipe
@@ -415,6 +416,18 @@ def test_nobody_who_reads_is_no_failure(word):
     result = subprocess.run(command, stdout=writer, stderr=errors, env=environment, check=False)
     os.close(writer)
     assert (result.returncode, result.stderr or b"") == (2 if word == "typo" else 0, b"")
+
+
+def test_what_another_user_has_closed_is_no_bug(monkeypatch, capsys):
+    """As a run that a container has written as root; the superuser may read everything, so that it is made up."""
+
+    def closed(_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/closed/recipe.yaml")
+
+    monkeypatch.setitem(COMMANDS, "report", closed)
+    assert main(["report", "runs/closed"]) == 2
+    said = "penstock: runs/closed/recipe.yaml: this user has no right to it\n  Change its rights, or those"
+    assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-8"])

@@ -94,6 +94,8 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         if isinstance(error, OSError) and error.errno in DISK_IS_FULL and error.filename is None:
             return _fail(str(_no_output(error)), DoesNotFit.exit_code, words)
+        if isinstance(error, PermissionError) and error.filename is not None:
+            return _fail(str(_no_right(error)), RecipeError.exit_code, words)
         remedy = "" if "--debug" in words else "\n  Run it again with --debug for the traceback, and please report it."
         return _fail(f"this is a bug: {type(error).__name__}: {error}{remedy}", 1, words)
 
@@ -102,6 +104,12 @@ def _no_output(error: OSError) -> UserError:
     """What a command prints is its result: one that nobody gets is no success, though a run does without its lines."""
     remedy = "Free space on the disk that it goes to, or send it elsewhere."
     return DoesNotFit(f"cannot be written ({error.strerror})", where="the output", remedy=remedy)
+
+
+def _no_right(error: PermissionError) -> UserError:
+    """Whatever a command looks at may be another user's; a run that goes on says so itself."""
+    remedy = "Change its rights, or those of a directory above it, or name another place."
+    return RecipeError("this user has no right to it", where=str(error.filename), remedy=remedy)
 
 
 def _end(number: int, _: object) -> None:
