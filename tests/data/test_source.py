@@ -7,7 +7,7 @@ import datasets
 import pytest
 
 from penstock.data import source
-from penstock.data.source import open_source
+from penstock.data.source import Reading, open_source
 from penstock.errors import DataError
 
 
@@ -66,6 +66,13 @@ def test_fingerprint_follows_content_and_not_name_or_date(write, tmp_path):
     as_csv = tmp_path / "copy.csv"
     shutil.copy(path, as_csv)
     assert open_source(str(as_csv), "train", quiet).fingerprint != first, "the same bytes are read otherwise"
+
+
+def test_fingerprint_follows_what_text_is_split_at(write):
+    path = write("a\nb\n", "book.txt")
+    first = open_source(str(path), "train", quiet).fingerprint
+    assert open_source(str(path), "train", quiet, Reading("lines")).fingerprint != first
+    assert open_source(str(path), "train", quiet, Reading("length")).fingerprint == first, "the same rows, cut later"
 
 
 def test_fingerprint_of_a_directory_follows_every_file(write, tmp_path):

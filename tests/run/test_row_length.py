@@ -52,6 +52,15 @@ def test_what_is_evaluated_on_is_not_cut_either(recipe, tmp_path):
     assert found.max_length > 300
 
 
+def test_text_is_looked_at_in_the_documents_that_it_becomes(recipe, tmp_path):
+    """The file as one document would be over the most that is taken, and tokenized rows of it found in the cache."""
+    path = tmp_path / "book.txt"
+    path.write_text("a line of a book\n" * 2000)
+    run = prepare_run(dataclasses.replace(recipe, data=str(path), split_documents="lines"), Console(quiet=True))
+    assert run.recipe.max_length == 64
+    assert run.data.train.num_examples == 2000
+
+
 @pytest.mark.parametrize(
     ("positions", "length", "why"),
     [(128, 128, "what the model takes"), (10**6, LONGEST, "the most that is taken unasked")],

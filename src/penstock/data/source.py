@@ -96,6 +96,8 @@ def _open_files(name: str, paths: Sequence[Path], say: Callable[[str], None], sp
             raise DataError(what, where=str(path), remedy=f"Convert it to one of {', '.join(KINDS)}.")
         digest.update("".join(path.suffixes[-2:]).lower().encode() if path.suffix in (".gz", ".zst") else b"")
         digest.update(file_kind(path).encode() + _file_digest(path, say))
+        if file_kind(path) == ".txt" and split_documents in ("lines", "blank-lines"):
+            digest.update(split_documents.encode())
         sizes.append(path.stat().st_size)
 
     def pieces() -> Iterator[Piece]:

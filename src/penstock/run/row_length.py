@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from penstock.data.source import open_source
+from penstock.data.source import Reading, open_source
 from penstock.data.store import open_store
 from penstock.errors import UserError, counted
 from penstock.machine.known import Machine
@@ -45,9 +45,10 @@ def with_length(
     text = config.get_text_config()
     most = min(LONGEST, positions_of(config) or LONGEST)
     trial, longest = replace(recipe, max_length=most), 0
+    reading = Reading(recipe.split_documents, recipe.data_stream)
     for name, split in ((recipe.data, recipe.data_split), (recipe.eval_data, recipe.eval_split)):
         if name:
-            store = open_store(open_source(name, split, say), tokenizer, trial, text.vocab_size, say)
+            store = open_store(open_source(name, split, say, reading), tokenizer, trial, text.vocab_size, say)
             longest = max(longest, store.counts.longest)
     wanted = max(2, min(most, -(-longest // MULTIPLE) * MULTIPLE))
     chosen = _fitting(replace(recipe, max_length=wanted), machine, gpus)
