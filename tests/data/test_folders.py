@@ -303,6 +303,14 @@ def test_shares_of_a_mixture(two, chatml, own_cache):
     assert sum(half[:2]) == 40
 
 
+def test_a_share_of_a_file_without_examples_is_refused(two, write, chatml, own_cache):
+    """The smallest part for its share is taken whole: of nothing, that would leave one example of the other."""
+    empty = write([{"instruction": "q", "output": ""}] * 5, "empty.jsonl")
+    with pytest.raises(DataError, match=r"no example is left of .*empty\.jsonl\n.*said above"):
+        prepare(Recipe(data=f"{two[0]}:0.75,{empty}:0.25"), chatml, len(chatml), quiet)
+    assert prepare(Recipe(data=f"{two[0]},{empty}"), chatml, len(chatml), quiet).train.num_examples == 40
+
+
 @pytest.mark.parametrize("data", ["a.jsonl:0.5,b.jsonl", "a.jsonl:0,b.jsonl:1", "a.jsonl,,b.jsonl", "a.jsonl:-1,b:2"])
 def test_shares_that_are_none(data):
     with pytest.raises(RecipeError, match="data = "):

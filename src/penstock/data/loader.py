@@ -335,6 +335,10 @@ def mix(sizes: Sequence[int], weights: Sequence[float | None], recipe: Recipe, s
     shares = [weight for weight in weights if weight is not None]
     if not shares or len(sizes) < 2:
         return np.arange(sum(sizes))
+    names = [part.name for part in parse_parts(recipe.data) or ()]
+    if 0 in sizes:
+        remedy = "Why its rows were dropped is said above: mend them, or leave the file and its share out."
+        raise DataError(f"no example is left of {names[sizes.index(0)]}", where=recipe.data, remedy=remedy)
     whole = min(size / share for size, share in zip(sizes, shares, strict=True))
     taken, start = list[Ints](), 0
     for number, (size, share) in enumerate(zip(sizes, shares, strict=True)):
@@ -342,7 +346,7 @@ def mix(sizes: Sequence[int], weights: Sequence[float | None], recipe: Recipe, s
         order = _permutation(size, recipe.seed, _MIXTURE, number) if recipe.shuffle else np.arange(size)
         taken.append(start + np.sort(order[:keep]))
         start += size
-    parts = zip((part.name for part in parse_parts(recipe.data) or ()), taken, sizes, strict=True)
+    parts = zip(names, taken, sizes, strict=True)
     say("mixture: " + ", ".join(f"{len(part):,} of {size:,} examples of {name}" for name, part, size in parts))
     return np.concatenate(taken)
 
