@@ -12,6 +12,7 @@ import pytest
 from penstock.data import hub
 from penstock.data.folders import open_folder
 from penstock.data.loader import prepare
+from penstock.data.run_length import run_length
 from penstock.data.source import Reading, open_source
 from penstock.errors import DataError, RecipeError
 from penstock.recipe.lists import Part, parse_parts
@@ -301,6 +302,22 @@ def test_shares_of_a_mixture(two, chatml, own_cache):
     assert chosen(f"{two[0]}:0.75,{two[1]}:0.25", shuffle=False)[2] == list(range(53))
     half = chosen(f"{two[0]}:0.5,{two[1]}:0.5", data_percent=50.0)
     assert sum(half[:2]) == 40
+
+
+def test_several_names_may_be_longer_than_one_can_be(write, monkeypatch, tmp_path):
+    names = [f"{'a' * 100}-{i}.jsonl" for i in range(4)]
+    for name in names:
+        write(ROWS[:1], name)
+    monkeypatch.chdir(tmp_path)
+    assert len(texts(",".join(names))) == 4
+    assert Recipe(data=",".join(f"{name}:1" for name in names)).data
+
+
+@pytest.mark.parametrize("name", ["~nobody-is-called-so/a.jsonl", "a" * 300 + ".jsonl"])
+def test_a_name_that_cannot_be_of_a_file_is_refused_in_words(name, plain):
+    with pytest.raises(DataError, match=r"no such file or directory|cannot be read"):
+        prepare(Recipe(data=name), plain, len(plain), quiet)
+    assert run_length(Recipe(data="~nobody-is-called-so/a.jsonl")) is None
 
 
 def test_a_share_of_a_file_without_examples_is_refused(two, write, chatml, own_cache):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,8 +63,28 @@ class Folder:
         return said + (f"; not used: {', '.join(map(repr, left))}" if left else "")
 
 
+def is_folder(path: Path) -> bool:
+    """Whether a path is a directory, or an error where that may not be looked at."""
+    with _looking(path):
+        return path.is_dir()
+
+
 def open_folder(directory: Path) -> Folder:
     """The data files of a directory in the order of their names; anything else (README, LICENSE) is passed over."""
+    with _looking(directory):
+        return _open_folder(directory)
+
+
+@contextmanager
+def _looking(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        remedy = "See that it is there, and that you may read it and the directories that it is in."
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
+
+
+def _open_folder(directory: Path) -> Folder:
     if (directory / "dataset_dict.json").is_file():
         splits = [str(split) for split in _about(directory / "dataset_dict.json", "splits")]
         return Folder(directory, {split: _saved(directory / Path(split).name) for split in splits})

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,14 +22,14 @@ import torch
 from torch import Tensor
 
 from penstock.data.cost import BY_TOKENS, Floats, TokenFlops, deal, step_costs
-from penstock.data.folders import open_folder
+from penstock.data.folders import is_folder, open_folder
 from penstock.data.forms import Format
 from penstock.data.packing import Ints, Packing, one_a_row, pack_best_fit, pack_in_order
 from penstock.data.source import Reading, open_source
 from penstock.data.store import Store, notes, open_store
 from penstock.data.template import pad_id
 from penstock.errors import DataError
-from penstock.recipe.lists import parse_parts
+from penstock.recipe.lists import parse_parts, path_of
 from penstock.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -312,8 +311,8 @@ def prepare(
 def evaluation_of(recipe: Recipe, say: Callable[[str], None]) -> tuple[str, str]:
     """What to evaluate on, as (name, split): what the recipe names, else another split of a directory that is alone."""
     names = [part.name for part in parse_parts(recipe.data) or ()]
-    paths = {name: Path(name).expanduser() for name in names if name != "demo"}
-    folders = {name: open_folder(path) for name, path in paths.items() if path.is_dir()}
+    paths = {name: path_of(name) for name in names if name != "demo"}
+    folders = {name: open_folder(path) for name, path in paths.items() if is_folder(path)}
     own = ""
     if folders and len(names) == 1 and not (recipe.eval_data or recipe.validation):
         own = folders[names[0]].evaluation(recipe.data_split, recipe.eval_split)

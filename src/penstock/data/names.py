@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from penstock.data.files import file_kind
+from penstock.recipe.lists import path_of
 
 _HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(?::[\w.-]+)?")
 LOCAL = "a JSON, JSONL, CSV or Parquet file (or TSV, text, .gz, .zst), a directory of them, or `demo`"
@@ -14,7 +15,7 @@ LOCAL = "a JSON, JSONL, CSV or Parquet file (or TSV, text, .gz, .zst), a directo
 
 def near(name: str) -> str:
     """A suggestion of files beside a path whose names are like it, or nothing."""
-    path = Path(name).expanduser()
+    path = path_of(name)
     try:
         names = [p.name for p in path.parent.iterdir() if p.name != path.name]  # a link to nothing has that name too
     except OSError:

@@ -18,7 +18,7 @@ from penstock.data.files import file_kind, read_file
 from penstock.data.names import looks_like_hub, near
 from penstock.data.source import local_files
 from penstock.plan.report import RunLength
-from penstock.recipe.lists import parse_parts
+from penstock.recipe.lists import is_here, parse_parts
 from penstock.recipe.recipe import Recipe
 
 CHARACTERS_A_TOKEN = 4.0
@@ -57,7 +57,7 @@ def run_length(recipe: Recipe) -> RunLength | None:
 def why_unknown(recipe: Recipe) -> str:
     """Why there is no length. A file that is not here may be on the machine that is planned, or its name is wrong."""
     for part in parse_parts(recipe.data) or ():
-        if not looks_like_hub(part.name) and not Path(part.name).expanduser().exists():
+        if not looks_like_hub(part.name) and not is_here(part.name):
             suggestion = near(part.name).strip()
             return f"{part.name} is not here{f' ({suggestion})' if suggestion else ''}"
     return "the data is not here"

@@ -16,12 +16,12 @@ from pathlib import Path
 import xxhash
 
 from penstock.data.files import KINDS, file_kind, file_pieces
-from penstock.data.folders import open_folder
+from penstock.data.folders import is_folder, open_folder
 from penstock.data.hub import open_hub
 from penstock.data.names import LOCAL, looks_like_hub, near
 from penstock.data.rows import Piece, Row, Source
 from penstock.errors import DataError
-from penstock.recipe.lists import Part, parse_parts
+from penstock.recipe.lists import Part, is_here, parse_parts, path_of
 
 _LARGE_BYTES = 2 << 30
 
@@ -56,11 +56,10 @@ def open_source(name: str, split: str, say: Callable[[str], None], reading: Read
 
 
 def _open_one(name: str, split: str, say: Callable[[str], None], reading: Reading) -> Source:
-    path = Path(name).expanduser()
     files = local_files(name, split)
     if files:
         return _open_files(name, files, say, reading.split_documents)
-    if path.exists():
+    if is_here(name):
         what, remedy = "is not a file on a disk, and is read more than once", "Write its content to a file first."
         raise DataError(what, where=name, remedy=remedy)
     if looks_like_hub(name):
@@ -82,8 +81,8 @@ def local_files(name: str, split: str) -> Sequence[Path]:
     """The files that a name stands for, if they are here."""
     if name == "demo":
         return [Path(str(importlib.resources.files("penstock") / "demo" / "examples.jsonl"))]
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = path_of(name)
+    if is_folder(path):
         return open_folder(path).choose(split)
     return [path] if path.is_file() else []
 

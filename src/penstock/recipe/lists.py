@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,16 @@ def parse_columns(text: str) -> tuple[tuple[str, str], ...] | None:
     return tuple(pairs) if len({*columns}) == len(columns) and len({*names}) == len(names) else None
 
 
+def path_of(name: str) -> Path:
+    """A name as a path. pathlib's own raises where `~` is followed by nobody's name."""
+    return Path(os.path.expanduser(name))
+
+
+def is_here(name: str) -> bool:
+    """Whether something is called so. Several names in one may be longer than the name of a file can be."""
+    return os.path.exists(path_of(name))
+
+
 @dataclass(frozen=True)
 class Part:
     """One of the names in `--data`, and its share of the examples if shares are given."""
@@ -37,11 +48,11 @@ def parse_parts(text: str) -> tuple[Part, ...] | None:
     A file whose own name has a comma or ends like a share is that file. A number behind one name alone is a share only
     if that name is here: a data set on the Hub may have a configuration that is called so.
     """
-    if Path(text).expanduser().exists():
+    if is_here(text):
         return (Part(text),) if text else None
     if "," not in text:
         part = _part(text)
-        here = part.name == "demo" or Path(part.name).expanduser().exists()
+        here = part.name == "demo" or is_here(part.name)
         return (part if here else Part(text),)
     parts = tuple(_part(word.strip()) for word in text.split(","))
     weighted = [part for part in parts if part.weight is not None]
@@ -51,7 +62,7 @@ def parse_parts(text: str) -> tuple[Part, ...] | None:
 
 def _part(word: str) -> Part:
     name, mark, number = word.rpartition(":")
-    if not mark or Path(word).expanduser().exists():
+    if not mark or is_here(word):
         return Part(word)
     try:
         return Part(name, float(number))

@@ -8,14 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.data.names import looks_like_hub
-from penstock.recipe.lists import parse_parts
+from penstock.recipe.lists import is_here, parse_parts, path_of
 from penstock.recipe.recipe import Recipe
 
 
 def unused(recipe: Recipe) -> list[str]:
     """A line for each."""
     named = [part.name for text in (recipe.data, recipe.eval_data or "") for part in parse_parts(text) or ()]
-    local = [Path(name).expanduser() for name in named if name == "demo" or Path(name).expanduser().exists()]
+    local = [path_of(name) for name in named if name == "demo" or is_here(name)]
     fetched = len(local) < len(named) and any(looks_like_hub(name) for name in named)
     has_splits = fetched or any(path.is_dir() for path in local)
     has_tags = bool({"wandb", "trackio"} & {*recipe.track_list})
