@@ -158,6 +158,16 @@ def test_a_folder_as_the_hub_has_it(write, tmp_path):
     assert texts(root, "test") == ["row 4"]
 
 
+def test_a_link_to_nothing_is_refused_and_not_passed_over(write, tmp_path):
+    write(ROWS, "set/a.jsonl")
+    (tmp_path / "set" / "b.jsonl").symlink_to(tmp_path / "b.jsonl")
+    (tmp_path / "set" / "notes.md").symlink_to(tmp_path / "notes.md")
+    with pytest.raises(DataError, match=r"b\.jsonl: is a link to a file that is not there\n.*git annex get"):
+        texts(tmp_path / "set")
+    write(ROWS, "b.jsonl")
+    assert len(texts(tmp_path / "set")) == 2 * len(ROWS)
+
+
 @pytest.mark.parametrize("name", ["README.txt", "readme_en.txt", "ReadMe.json", "LICENSE.txt", "license-test.txt.gz"])
 def test_a_readme_or_a_license_is_no_data_whatever_its_extension(write, tmp_path, name):
     write("Be kind.\n", f"set/{name}")

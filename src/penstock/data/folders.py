@@ -113,8 +113,13 @@ def _open_folder(directory: Path) -> Folder:
 
 
 def _files(directory: Path) -> tuple[Path, ...]:
-    found = (p for p in directory.iterdir() if p.is_file() and file_kind(p) and not p.name.startswith("."))
-    return tuple(sorted(p for p in found if p.name not in _ABOUT and _words(p.name)[0] not in _FOR_PEOPLE))
+    named = sorted(p for p in directory.iterdir() if file_kind(p) and not p.name.startswith("."))
+    named = [p for p in named if p.name not in _ABOUT and _words(p.name)[0] not in _FOR_PEOPLE]
+    for path in named:
+        if path.is_symlink() and not path.exists():  # passed over, a part of the data would be missing unseen
+            remedy = "Fetch what it stands for (git annex get, dvc pull), or remove the link."
+            raise DataError("is a link to a file that is not there", where=str(path), remedy=remedy)
+    return tuple(path for path in named if path.is_file())
 
 
 def _by_split(files: tuple[Path, ...]) -> dict[str, tuple[Path, ...]]:
