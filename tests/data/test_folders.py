@@ -177,6 +177,8 @@ def test_a_readme_or_a_license_is_no_data_whatever_its_extension(write, tmp_path
     assert len(texts(tmp_path / "set")) == 5
     write(ROWS[:2], "set/licenses.jsonl")
     assert len(texts(tmp_path / "set")) == 2, "another word"
+    write(ROWS[:1], "set/license_questions.jsonl")
+    assert len(texts(tmp_path / "set")) == 3, "rows about licenses"
 
 
 def test_directories_that_are_splits(write, tmp_path):

@@ -19,7 +19,7 @@ from penstock.errors import DataError, counted
 _ABOUT = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 """Files about the data that are no data."""
 _FOR_PEOPLE = {"readme", "license"}
-"""First words of names of files that are no data either, whatever their extension."""
+"""Names of files that are no data either, whatever their extension; of text also first words (`LICENSE-MIT.txt`)."""
 _SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -114,12 +114,17 @@ def _open_folder(directory: Path) -> Folder:
 
 def _files(directory: Path) -> tuple[Path, ...]:
     named = sorted(p for p in directory.iterdir() if file_kind(p) and not p.name.startswith("."))
-    named = [p for p in named if p.name not in _ABOUT and _words(p.name)[0] not in _FOR_PEOPLE]
+    named = [p for p in named if p.name not in _ABOUT and not _is_for_people(p)]
     for path in named:
         if path.is_symlink() and not path.exists():  # passed over, a part of the data would be missing unseen
             remedy = "Fetch what it stands for (git annex get, dvc pull), or remove the link."
             raise DataError("is a link to a file that is not there", where=str(path), remedy=remedy)
     return tuple(path for path in named if path.is_file())
+
+
+def _is_for_people(path: Path) -> bool:
+    word, *others = _words(path.name)
+    return word in _FOR_PEOPLE and (file_kind(path) == ".txt" or f".{others[0]}" in KINDS)
 
 
 def _by_split(files: tuple[Path, ...]) -> dict[str, tuple[Path, ...]]:
