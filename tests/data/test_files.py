@@ -3,6 +3,7 @@
 import json
 
 import pyarrow as pa
+import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
@@ -97,6 +98,21 @@ def test_parquet(tmp_path):
     got = read(path)
     assert [r.fields for r in got] == rows
     assert (got[0].line, got[2999].line) == (1, 3000)
+
+
+@pytest.mark.parametrize("make", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_both_kinds_of_arrow(tmp_path, make):
+    """`datasets` writes streams; Feather and Polars write files, with another beginning and end."""
+    path = tmp_path / "my.arrow"
+    rows = [{"text": f"row {i}"} for i in range(2500)]
+    table = pa.Table.from_pylist(rows, pa.schema({"text": pa.string_view()}))
+    with make(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=1200)
+    got = read(path)
+    assert [row.fields for row in got] == rows
+    assert got[-1].line == 2500
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "not a readable .arrow file" in error(path).what
 
 
 @pytest.mark.parametrize(

@@ -358,13 +358,14 @@ def _read_parquet(opened: _Opened, split: str) -> Iterator[Piece]:
 
 
 def _read_arrow(opened: _Opened, split: str) -> Iterator[Piece]:
-    """A stream of Arrow, as `datasets` writes it."""
+    """A stream of Arrow, as `datasets` writes it, or a file with its batches listed at the end, as Polars does."""
     import pyarrow.ipc
 
     name, number = opened.name, 0
-    with pyarrow.ipc.open_stream(opened.disk) as stream:
-        _check_columns(list(stream.schema.names), name)
-        for batch in stream:
+    is_listed = opened.file.peek(6)[:6] == b"ARROW1"
+    with pyarrow.ipc.open_file(opened.disk) if is_listed else pyarrow.ipc.open_stream(opened.disk) as reader:
+        _check_columns(list(reader.schema.names), name)
+        for batch in (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_listed else reader:
             for start in range(0, batch.num_rows, _PIECE_ROWS):
                 part = batch.slice(start, _PIECE_ROWS)
                 yield Table(part, name, number + 1, opened.done)
