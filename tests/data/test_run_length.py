@@ -41,6 +41,16 @@ def test_a_large_file_is_sampled(tmp_path):
     assert halved.tokens == pytest.approx(found.tokens / 2, rel=0.01)
 
 
+@pytest.mark.parametrize("lines", [1000, 200_000])
+def test_text_is_counted_in_the_documents_that_it_becomes(tmp_path, lines):
+    path = tmp_path / "book.txt"
+    path.write_text("a line of a book of so many characters, as they are\n" * lines)
+    found = run_length(replace(DEMO, data=str(path), split_documents="lines", validation=0.0, epochs=1.0))
+    assert found is not None
+    assert f"{lines:,} examples" in found.how
+    assert found.tokens == pytest.approx(lines * 24.75, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("too_long", "steps", "said"),
     [("truncate", 20, "20 longer than a row are cut"), ("split", 80, "are split"), ("drop", 1, "are left out")],

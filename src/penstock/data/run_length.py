@@ -133,15 +133,23 @@ def _count(files: Iterable[Path], recipe: Recipe) -> _Counted | None:
         size = path.stat().st_size
         compressed = path.suffix.lower() in (".gz", ".zst")
         sampled = size > 8 * 2**20 and not compressed and file_kind(path) not in (".parquet", ".arrow")
-        rows = list(islice(read_file(path), SAMPLE)) if sampled else read_file(path)
+        read = read_file(path, recipe.split_documents)
+        rows = list(islice(read, SAMPLE)) if sampled else read
         scale = 1.0
         if isinstance(rows, list) and len(rows) == SAMPLE:
-            scale = size / sum(len(json.dumps(row.fields, ensure_ascii=False).encode()) + 2 for row in rows)
+            scale = size / sum(_num_bytes(row.fields, path) for row in rows)
         for row in rows:
             splits = recipe.split_documents == "length" and set(row.fields) == {"text"}
             tokens = _characters(row.fields) / CHARACTERS_A_TOKEN + TEMPLATE_TOKENS
             found.add(tokens, "split" if splits else recipe.too_long, scale)
     return found if found.examples else None
+
+
+def _num_bytes(fields: dict[str, Any], path: Path) -> int:
+    """What a row takes in its file, about."""
+    if file_kind(path) == ".txt":
+        return len(fields["text"].encode()) + 1
+    return len(json.dumps(fields, ensure_ascii=False).encode()) + 2
 
 
 def _characters(value: Any) -> int:
