@@ -403,6 +403,17 @@ def test_a_stream_of_the_hub(monkeypatch, tmp_path, plain, own_cache):
     assert open_source("owner/name", "train", quiet, Reading(stream=True)).fingerprint != first
 
 
+def test_a_stream_that_breaks_off_is_told_with_its_row(monkeypatch, plain, own_cache):
+    def rows():
+        yield from ROWS
+        raise ConnectionError("reset by peer")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(rows))
+    monkeypatch.setattr(hub, "_version", lambda repository: "first")
+    with pytest.raises(DataError, match=r"owner/name:5: .*reset by peer.*\n.*Without --data-stream"):
+        prepare(Recipe(data="owner/name", data_stream=True), plain, len(plain), quiet)
+
+
 def test_the_order_of_a_folder_is_not_that_of_the_disk(write, tmp_path):
     for letter in "dbca":
         write([{"text": letter}], f"set/train-{letter}.jsonl")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from penstock.data.names import LOCAL, near
-from penstock.data.rows import Piece, Row, Source, Table
+from penstock.data.rows import Piece, Row, Source, Table, place_name
 from penstock.errors import DataError
 
 _PIECE_ROWS = 1000
@@ -67,8 +67,13 @@ def _pieces(table: Any, name: str) -> Iterator[Piece]:
 
 def _stream_rows(found: Any, name: str) -> Iterator[Row]:
     number = 0
-    for number, fields in enumerate(found, 1):
-        yield Row(fields, name, number)
+    try:
+        for number, fields in enumerate(found, 1):
+            yield Row(fields, name, number)
+    except Exception as error:  # the network, or whatever else a third-party reader meets
+        what = f"cannot be read on from the Hub after this row: {error!r}"
+        remedy = "Run it again. Without --data-stream it is fetched first, and files that have come are kept."
+        raise DataError(what, where=place_name(name, number), remedy=remedy) from error
     _refuse_nothing(number, name)
 
 
