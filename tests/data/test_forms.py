@@ -260,6 +260,19 @@ def test_renamed_columns(write, tokenizer):
     assert store.counts.unused == {}
 
 
+def test_a_renamed_column_that_rows_may_do_without(write, tokenizer):
+    """Rows in JSON leave out what they do not have; but a name that no row has is a mistake."""
+    rows = [{"question": "q", "answer": "a"}, {"question": "q", "answer": "a", "context": "c"}]
+    columns = "question=instruction,answer=output"
+    store = opened(write(rows), tokenizer, columns=f"{columns},context=input")
+    assert store.lengths[0] < store.lengths[1], "the second has a context"
+    assert store.counts.unused == {}
+    with pytest.raises(DataError, match="no row has a column 'kontext', which is to be renamed"):
+        opened(write(rows), tokenizer, columns=f"{columns},context=,kontext=input")
+    system = [{"prompt": "q", "completion": "a", "system_prompt": "s"}, {"prompt": "q", "completion": "a"}]
+    assert opened(write(system), tokenizer, columns="system_prompt=system").counts.kept == 2
+
+
 @pytest.mark.parametrize(
     ("columns", "says"),
     [

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from penstock.data.counts import Tally
 from penstock.data.facts import TokenizerFacts
-from penstock.data.forms import Format, rename
+from penstock.data.forms import Format, lacking, rename
 from penstock.data.render import Example
 from penstock.data.rows import Piece, Row
 from penstock.data.template import Template
@@ -65,6 +65,8 @@ class Coder:
     def _rendered(self, rows: Iterator[Row], tally: Tally) -> Iterator[tuple[Row, Example]]:
         for row in rows:
             tally.rows += 1
+            for name in lacking(row, self._columns):
+                tally.lacking[name].add(self._place(row))
             row = rename(row, self._columns) if self._columns else row
             for name in self._template.unused(row):
                 tally.unused[name].add(self._place(row))

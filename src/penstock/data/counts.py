@@ -43,6 +43,8 @@ class Counts:
     """By reason."""
     unused: dict[str, Noted]
     """Rows with a column, or a key of a message, that is not used, by its name."""
+    lacking: dict[str, Noted]
+    """Rows without a column that is to be renamed and that they may do without, by its name."""
 
 
 @dataclass
@@ -71,7 +73,7 @@ class Noting:
 _SUMS = ("rows", "kept", "tokens", "trained_tokens", "lost_tokens")
 _LARGEST = ("longest", "max_token_id")
 NOTES = ("truncated", "unended", "spelled", "unasked", "split")
-NAMED_NOTES = ("dropped", "unused")
+NAMED_NOTES = ("dropped", "unused", "lacking")
 
 
 def _named() -> defaultdict[str, Noting]:
@@ -96,6 +98,7 @@ class Tally:
     split: Noting = field(default_factory=Noting)
     dropped: defaultdict[str, Noting] = field(default_factory=_named)
     unused: defaultdict[str, Noting] = field(default_factory=_named)
+    lacking: defaultdict[str, Noting] = field(default_factory=_named)
 
     def merge(self, later: Tally) -> None:
         """Add the tally of later rows."""

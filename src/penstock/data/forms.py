@@ -52,6 +52,8 @@ BESIDE = (SYSTEM, HISTORY, *TOOLS, WEIGHT)
 """Columns that go with a form that has turns."""
 TARGETS = sorted({*(c for s in SPELLINGS for c in (*s.columns, s.given) if c), *BESIDE})
 """Names that --columns can give."""
+OPTIONAL = (*MORE, *BESIDE)
+"""Of them, those that a row may do without."""
 
 FLAGS = ("weight", "train", "loss", "loss_weight")
 """Keys of a message that say whether it is trained on."""
@@ -130,10 +132,13 @@ def column_names(row: Row) -> str:
 
 
 def rename(row: Row, columns: tuple[tuple[str, str], ...]) -> Row:
-    """The row with the columns of the recipe renamed. One that is left out is gone, as its owner said."""
+    """The row with the columns of the recipe renamed. One that is left out is gone, as its owner said.
+
+    One that no row has to have may be missing here (`lacking`).
+    """
     given, fields = dict(columns), {}
     for column, name in columns:
-        if name and column not in row.fields:
+        if name and name not in OPTIONAL and column not in row.fields:
             remedy = "--columns takes the file's own name first: --columns question=prompt."
             what = f"no column {column!r}, which is to be {name!r}; columns found: {column_names(row)}"
             raise DataError(what, where=row.where, remedy=remedy)
@@ -145,6 +150,11 @@ def rename(row: Row, columns: tuple[tuple[str, str], ...]) -> Row:
         if name:
             fields[name] = value
     return Row(fields, row.file, row.line)
+
+
+def lacking(row: Row, columns: tuple[tuple[str, str], ...]) -> list[str]:
+    """Columns that are to be renamed and that this row does without. All rows cannot: then the name is wrong."""
+    return [column for column, name in columns if name in OPTIONAL and column not in row.fields]
 
 
 def check_targets(columns: tuple[tuple[str, str], ...]) -> None:

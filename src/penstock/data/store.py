@@ -41,7 +41,7 @@ from penstock.recipe.recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CONTENT, _VERSION = 4, 7
+_CONTENT, _VERSION = 4, 8
 """Raised when other tokens come of the same data, and when the same are written down otherwise."""
 _FIELDS = (
     "data_format", "columns", "split_documents", "template", "end_token", "train_on_prompt", "max_length", "too_long",
@@ -276,7 +276,11 @@ def _noted(values: dict[str, Any]) -> Noted:
 
 
 def _check_counts(counts: Counts, source: Source, recipe: Recipe) -> None:
-    """Refuse data from which nothing, or no end of a response, would be learned."""
+    """Refuse data from which nothing, or no end of a response, would be learned, and names that no column has."""
+    for column, note in counts.lacking.items():
+        if note.count == counts.rows:
+            remedy = "--columns takes the file's own name first: --columns question=prompt."
+            raise DataError(f"no row has a column {column!r}, which is to be renamed", where=source.name, remedy=remedy)
     longer = f"Raise --max-length (the longest example has {counts.longest:,} tokens)."
     if recipe.too_long != "split":
         longer = f"Raise --max-length (the longest example has {counts.longest:,} tokens), or {OR_SPLIT}"
