@@ -50,6 +50,11 @@ def test_what_is_evaluated_on_is_not_cut_either(recipe, tmp_path):
     other.write_text(json.dumps({"prompt": "say", "completion": "word " * 300}) + "\n")
     found, _ = chosen(dataclasses.replace(recipe, eval_data=str(other)))
     assert found.max_length > 300
+    (tmp_path / "set").mkdir()
+    shutil.copy(recipe.data, tmp_path / "set" / "train.jsonl")
+    shutil.copy(other, tmp_path / "set" / "validation.jsonl")
+    found, _ = chosen(dataclasses.replace(recipe, data=str(tmp_path / "set")))
+    assert found.max_length > 300, "a split of the directory"
 
 
 def test_text_is_looked_at_in_the_documents_that_it_becomes(recipe, tmp_path):

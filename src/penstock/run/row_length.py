@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from penstock.data.loader import evaluation_of
 from penstock.data.source import Reading, open_source
 from penstock.data.store import open_store
 from penstock.errors import UserError, counted
@@ -46,7 +47,8 @@ def with_length(
     most = min(LONGEST, positions_of(config) or LONGEST)
     trial, longest = replace(recipe, max_length=most), 0
     reading = Reading(recipe.split_documents, recipe.data_stream)
-    for name, split in ((recipe.data, recipe.data_split), (recipe.eval_data, recipe.eval_split)):
+    evaluated = evaluation_of(recipe, lambda _: None)  # which may be another split of the same directory
+    for name, split in ((recipe.data, recipe.data_split), evaluated):
         if name:
             store = open_store(open_source(name, split, say, reading), tokenizer, trial, text.vocab_size, say)
             longest = max(longest, store.counts.longest)
