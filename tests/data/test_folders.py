@@ -98,9 +98,13 @@ def test_plain_text_is_split_as_asked(write):
     assert places(path, split_documents="lines") == [1, 2, 5, 8]
 
 
-def test_splitting_what_is_no_text_file_is_refused(write):
+def test_splitting_what_is_no_text_file_is_refused(write, plain, own_cache):
+    rows, text = write(ROWS), write("One\ntwo.\n", "my.txt")
     with pytest.raises(DataError, match=r"there is no \.txt file to split"):
-        texts(write(ROWS), split_documents="lines")
+        prepare(Recipe(data=str(rows), split_documents="lines"), plain, len(plain), quiet)
+    both = Recipe(data=str(text), eval_data=str(rows), split_documents="lines")
+    found = prepare(both, plain, len(plain), quiet)
+    assert (found.train.num_examples, found.evaluation.num_examples) == (2, len(ROWS))
 
 
 def test_a_long_document_in_pieces_is_trained_on_whole(write, plain, own_cache):
@@ -241,6 +245,15 @@ def test_train_is_trained_on_and_the_other_evaluated_on_and_said(write, tmp_path
     assert run().evaluation.num_examples == 2
     assert said[0].endswith("evaluating on 'validation'; not used: 'test'")
     assert run(data_split="test").train.num_examples == 1
+
+
+def test_evaluations_on_the_way_need_a_split_for_them(write, tmp_path, plain, own_cache):
+    write(ROWS[:3], "set/train.jsonl")
+    recipe = Recipe(data=str(tmp_path / "set"), eval_every=5, keep_best=True, patience=2)
+    with pytest.raises(RecipeError, match="eval_every = 5: there is nothing to evaluate on"):
+        prepare(recipe, plain, len(plain), quiet)
+    write(ROWS[3:], "set/validation.jsonl")
+    assert prepare(recipe, plain, len(plain), quiet).evaluation.num_examples == 2
 
 
 def test_what_is_left_of_a_directory_among_several_names_is_said(write, tmp_path, plain, own_cache):

@@ -109,6 +109,10 @@ def test_content_tokenizer_and_template_matter(write, make_tokenizer, builds):
     assert len(builds) == 3
     open_it(write([{"instruction": "q", "output": "b"}]), make_tokenizer("chatml"))
     assert len(builds) == 4
+    splitting = make_tokenizer("chatml")
+    splitting.split_special_tokens = True
+    open_it(path, splitting)
+    assert len(builds) == 5
 
 
 def test_the_tokenizers_passing_state_does_not_matter(write, chatml, builds):

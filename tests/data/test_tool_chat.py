@@ -348,6 +348,7 @@ def test_a_response_that_is_not_to_be_trained_on(key, value):
         ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}, "arguments is not JSON"),
         ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}, "'a' occurs twice"),
         ({"from": "function_call", "value": "f()"}, "messages[2].value is not JSON"),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": "\\ud83d"}'}]}, "half of a surrogate"),
         ({"role": "tool", "content": "o", "tool_call_id": 3}, "tool_call_id is a number"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}, "a part of type 'image_url'"),
     ],

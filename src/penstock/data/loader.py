@@ -25,10 +25,11 @@ from penstock.data.cost import BY_TOKENS, Floats, TokenFlops, deal, step_costs
 from penstock.data.folders import is_folder, open_folder
 from penstock.data.forms import Format
 from penstock.data.packing import Ints, Packing, one_a_row, pack_best_fit, pack_in_order
-from penstock.data.source import Reading, open_source
+from penstock.data.rows import Source
+from penstock.data.source import Reading, open_source, refuse_without_text
 from penstock.data.store import Store, notes, open_store
 from penstock.data.template import pad_id
-from penstock.errors import DataError
+from penstock.errors import DataError, RecipeError
 from penstock.recipe.lists import parse_parts, path_of
 from penstock.recipe.recipe import Recipe
 
@@ -275,20 +276,19 @@ def prepare(
 ) -> Dataset:
     """Read, tokenize, choose and pack the data of a recipe. `vocab_size` is the number of rows of the embedding."""
 
-    def store_of(name: str, split: str) -> Store:
-        store = open_store(open_source(name, split, say, reading), tokenizer, recipe, vocab_size, say)
+    def store_of(source: Source) -> Store:
+        store = open_store(source, tokenizer, recipe, vocab_size, say)
         for line in notes(store):
-            say(f"{name}: {line}")
+            say(f"{source.name}: {line}")
         return store
 
-    reading = Reading(recipe.split_documents, recipe.data_stream)
-    evaluated, split = evaluation_of(recipe, say)
-    store = store_of(recipe.data, recipe.data_split)
+    source, *evaluated = open_sources(recipe, say, describe=say)
+    store = store_of(source)
     weights = [part.weight for part in parse_parts(recipe.data) or ()]
     chosen = _choose_share(mix(store.parts, weights, recipe, say), recipe, say)
     eval_store, held_out = store, np.empty(0, dtype=np.int64)
     if evaluated:
-        eval_store = store_of(evaluated, split)
+        eval_store = store_of(evaluated[0])
         held_out = np.arange(len(eval_store))
     elif recipe.validation:
         chosen, held_out = _hold_out(chosen, recipe)
@@ -306,6 +306,21 @@ def prepare(
         evaluation = Loader(eval_store, packing, **sizes, seed=None, flops=flops)
     parts = [store.key, eval_store.key, weights, [getattr(recipe, name) for name in _SELECTING_FIELDS]]
     return Dataset(train, evaluation, hashlib.sha256(json.dumps(parts).encode()).hexdigest())
+
+
+def open_sources(recipe: Recipe, say: Callable[[str], None], describe: Callable[[str], None]) -> list[Source]:
+    """What is trained on, and what is evaluated on if it is something else. `describe` is told of directories."""
+    reading = Reading(recipe.split_documents, recipe.data_stream)
+    evaluated, split = evaluation_of(recipe, describe)
+    if recipe.eval_every and not (evaluated or recipe.validation):
+        remedy = "Hold examples out with --validation 0.05, or name a file with --eval-data."
+        raise RecipeError("there is nothing to evaluate on", where=f"eval_every = {recipe.eval_every}", remedy=remedy)
+    opened = [open_source(recipe.data, recipe.data_split, say, reading)]
+    if evaluated:
+        opened.append(open_source(evaluated, split, say, reading))
+    if recipe.split_documents in ("lines", "blank-lines"):
+        refuse_without_text(opened, recipe.split_documents)
+    return opened
 
 
 def evaluation_of(recipe: Recipe, say: Callable[[str], None]) -> tuple[str, str]:

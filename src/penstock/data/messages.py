@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from penstock.data.forms import FLAGS, PAIRS, ROLES, THOUGHTS
+from penstock.data.rows import refuse_half_a_pair
 from penstock.data.strict_json import STRICT
 from penstock.errors import DataError
 
@@ -206,7 +207,9 @@ def tools_of(fields: dict[str, Any], where: str) -> tuple[dict[str, Any], ...]:
 
 def _parsed(text: str, name: str, where: str) -> Any:
     try:
-        return STRICT.decode(text)
+        value = STRICT.decode(text)
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise DataError(f"{name} is not JSON: {reason}", where=where, remedy=_CALL) from None
+    refuse_half_a_pair(value, text, where)
+    return value

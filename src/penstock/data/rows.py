@@ -155,14 +155,19 @@ def row_of(value: object, source: str, name: str, line: int) -> Row:
         if isinstance(value, list) and not name.lower().endswith(".json"):
             remedy = IS_ARRAY
         raise DataError(f"the row is {kind}, not an object", where=place_name(name, line), remedy=remedy)
-    if "\\ud" in source or "\\uD" in source:  # half of a surrogate pair parses, but no tokenizer takes it
+    refuse_half_a_pair(value, source, place_name(name, line))
+    return Row(value, name, line)
+
+
+def refuse_half_a_pair(value: object, source: str, where: str) -> None:
+    """Half of a surrogate pair parses, but no tokenizer takes it."""
+    if "\\ud" in source or "\\uD" in source:
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
             what = "half of a surrogate pair (\\ud800 to \\udfff)"
             remedy = "A character beyond U+FFFF is written as two escapes; one of them is missing."
-            raise DataError(what, where=place_name(name, line), remedy=remedy) from None
-    return Row(value, name, line)
+            raise DataError(what, where=where, remedy=remedy) from None
 
 
 def bad_json(error: Exception, name: str, line: int, column: int | None = None, remedy: str = MEND) -> DataError:

@@ -39,8 +39,6 @@ def open_source(name: str, split: str, say: Callable[[str], None], reading: Read
     reading = reading or Reading()
     parts = parse_parts(name) or (Part(name),)
     opened = tuple(_open_one(part.name, split, say, reading) for part in parts)
-    if reading.split_documents in ("lines", "blank-lines"):
-        _refuse_without_text(opened, name, reading.split_documents)
     if len(opened) == 1:
         return replace(opened[0], name=name)
     files = tuple(file for part in opened for file in part.files)
@@ -68,10 +66,12 @@ def _open_one(name: str, split: str, say: Callable[[str], None], reading: Readin
     raise DataError("no such file or directory", where=name, remedy=remedy)
 
 
-def _refuse_without_text(opened: tuple[Source, ...], name: str, split: str) -> None:
-    if not any(file_kind(Path(file)) == ".txt" for part in opened for file in part.files):
+def refuse_without_text(opened: Sequence[Source], split: str) -> None:
+    """Refuse to split text files at lines where there are none, in any of these."""
+    if not any(file_kind(Path(file)) == ".txt" for source in opened for file in source.files):
+        where = f"{opened[0].name}, split_documents = {split!r}"
         remedy = "Leave it out; --split-documents length is for rows of plain text in any file."
-        raise DataError("there is no .txt file to split", where=f"{name}, split_documents = {split!r}", remedy=remedy)
+        raise DataError("there is no .txt file to split", where=where, remedy=remedy)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

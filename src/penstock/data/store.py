@@ -167,6 +167,8 @@ def _tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         backend.pop(state, None)
     versions = [tokenizers.__version__, transformers.__version__]
     parts = [backend, tokenizer.chat_template, dict(tokenizer.special_tokens_map), versions]
+    if getattr(tokenizer, "split_special_tokens", False):
+        parts.append("split_special_tokens")
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 

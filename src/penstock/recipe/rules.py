@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from typing import TYPE_CHECKING
 
-from penstock.recipe.lists import parse_columns, parse_homes, parse_parts, parse_size
+from penstock.recipe.lists import parse_columns, parse_homes, parse_parts, parse_size, path_of
 
 if TYPE_CHECKING:
     from penstock.recipe.recipe import Recipe
@@ -51,7 +52,8 @@ def broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
         (0 <= r.validation <= 0.5, "validation", "must be between 0 and 0.5", "It is a share: 0.05 holds out 5 %."),
         (not (r.validation and r.eval_data), "validation", "does not go with eval_data", "Leave one of them out."),
         (r.eval_every >= 0, "eval_every", "must not be negative", "0 evaluates at the end only."),
-        (not r.eval_every or bool(r.validation or r.eval_data), "eval_every", "there is nothing to evaluate on",
+        (not r.eval_every or bool(r.validation or r.eval_data) or os.path.isdir(path_of(r.data)),  # with a split for it
+         "eval_every", "there is nothing to evaluate on",
          "Hold examples out with --validation 0.05, or name a file with --eval-data."),
         (r.log_every >= 1, "log_every", "must be at least 1", "1 shows every step; --quiet shows none."),
         (r.save_every >= 0, "save_every", "must not be negative", "0 saves at the end and when interrupted."),

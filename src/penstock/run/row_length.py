@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from penstock.data.loader import evaluation_of
-from penstock.data.source import Reading, open_source
+from penstock.data.loader import open_sources
 from penstock.data.store import open_store
 from penstock.errors import UserError, counted
 from penstock.machine.known import Machine
@@ -46,12 +45,8 @@ def with_length(
     text = config.get_text_config()
     most = min(LONGEST, positions_of(config) or LONGEST)
     trial, longest = replace(recipe, max_length=most), 0
-    reading = Reading(recipe.split_documents, recipe.data_stream)
-    evaluated = evaluation_of(recipe, lambda _: None)  # which may be another split of the same directory
-    for name, split in ((recipe.data, recipe.data_split), evaluated):
-        if name:
-            store = open_store(open_source(name, split, say, reading), tokenizer, trial, text.vocab_size, say)
-            longest = max(longest, store.counts.longest)
+    for source in open_sources(recipe, say, describe=lambda _: None):
+        longest = max(longest, open_store(source, tokenizer, trial, text.vocab_size, say).counts.longest)
     wanted = max(2, min(most, -(-longest // MULTIPLE) * MULTIPLE))
     chosen = _fitting(replace(recipe, max_length=wanted), machine, gpus)
     why = f"the longest example has {longest:,}"
