@@ -238,7 +238,8 @@ def test_a_model_that_is_converted_later_is_refused(dtype, norm):
     [
         {"lr": -0.01}, {"lr": math.nan}, {"lr": "a"}, {"eps": -1}, {"weight_decay": -1}, {"betas": (1.0, 1.0)},
         {"betas": (0.9, 1.5)}, {"betas": (0.9,)}, {"betas": 0.9}, {"max_grad_norm": -1}, {"max_grad_norm": math.nan},
-        {"micro_batches": 0}, {"micro_batches": -1}, {"micro_batches": 1.5},
+        {"micro_batches": 0}, {"micro_batches": -1}, {"micro_batches": 1.5}, {"update": "in_backward"},
+        {"accumulate_dtype": "float32"}, {"accumulate_dtype": torch.float32},
     ],
     ids=str,
 )  # fmt: skip
@@ -247,7 +248,7 @@ def test_settings_that_would_train_in_a_wrong_way_are_refused(values):
     model = nn.Linear(2, 2)
     with pytest.raises(RecipeError, match=rf"^{name} = .*: out of range\n"):
         OffloadAdamW(model, **values)
-    if name not in ("max_grad_norm", "micro_batches"):
+    if name not in ("max_grad_norm", "micro_batches", "update", "accumulate_dtype"):
         with pytest.raises(RecipeError, match="out of range"):
             OffloadAdamW(model, params=[{"params": list(model.parameters()), **values}])
     OffloadAdamW(model, lr=0.0, eps=0.0, weight_decay=0, betas=[0, 0.5], max_grad_norm=math.inf).close()

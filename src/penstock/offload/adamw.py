@@ -66,7 +66,7 @@ class OffloadAdamW(OffloadOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         params = None if params is None else list(params)
         groups = [group for group in params or () if isinstance(group, Mapping)]
-        for values in (defaults | {"max_grad_norm": max_grad_norm, "micro_batches": micro_batches}, *groups):
-            check_values(values)
         behaviour = Behaviour(max_grad_norm, states, update, overlap, micro_batches, accumulate_dtype)
+        for values in (defaults | vars(behaviour), *groups):
+            check_values(values)
         super().__init__(model, AdamW(), defaults, behaviour, params=params, homes=homes, units=units)

@@ -62,6 +62,8 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "betas": (_two_shares, "Two numbers, each from 0 on and below 1."),
     "max_grad_norm": (lambda value: value == math.inf or _from_zero(value), "A number from 0 on; 0: never clip."),
     "micro_batches": (lambda value: isinstance(value, int) and value > 0, "A whole number from 1 on."),
+    "update": (lambda value: value in ("auto", "after-norm", "in-backward"), "auto, after-norm or in-backward."),
+    "accumulate_dtype": (lambda value: value in ("fp32", "bf16"), "'fp32' or 'bf16'."),
 }
 
 
