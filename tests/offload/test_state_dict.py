@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_net import offload
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from penstock.errors import RecipeError
 from penstock.offload.adamw import OffloadAdamW
@@ -198,4 +199,20 @@ def test_state_in_the_form_of_before_is_read(states):
     _, other = train(states, steps=1)
     other.load_state_dict({**saved, "state": entries, "param_groups": groups, "powers": torch.ones(1, 2)})
     for a, b in zip(saved["state"].values(), other.state_dict()["state"].values(), strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("states", ["fp32", "int8"])
+def test_state_dicts_of_distributed_checkpoint_are_refused_and_change_nothing(states):
+    """They make a step of zeros, and leave out what is not of one parameter."""
+    model, optimizer = train(states)
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))
+    for ask in (get_optimizer_state_dict, lambda *both: set_optimizer_state_dict(*both, saved)):
+        with pytest.raises(RecipeError, match=r"^torch.distributed.checkpoint: .*\n.*own state_dict\(\)"):
+            ask(model, optimizer)
+    after = optimizer.state_dict()
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    assert torch.equal(before["steps"], after["steps"])
+    for a, b in zip(before["state"].values(), after["state"].values(), strict=True):
         assert all(torch.equal(a[name], b[name]) for name in a)

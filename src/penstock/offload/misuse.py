@@ -172,6 +172,27 @@ def refuse_scaler(given: dict[str, Any]) -> None:
         )
 
 
+def asks_for_state(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Of a step that no backward came before: whether it is of gradients of zero at a rate of zero.
+
+    torch.distributed.checkpoint makes such a step, for the state to be there, whenever it saves or loads an optimizer.
+    """
+    trained = [p for group in groups for p in group["params"] if p.requires_grad]
+    return all(group["lr"] == 0 for group in groups) and all(
+        p.grad is not None and not local(p.grad).any() for p in trained
+    )
+
+
+def refuse_distributed_checkpoint() -> None:
+    """It keeps what is said of each parameter, and only that; of shards, as if every rank had the same."""
+    raise RecipeError(
+        "its state dicts of optimizers do not hold all of this state",
+        where="torch.distributed.checkpoint",
+        remedy="Save the optimizer's own state_dict() beside the model, of a sharded one a file a rank, "
+        "and load it with load_state_dict().",
+    )
+
+
 def refuse_late_ones(frozen: Iterable[Tensor]) -> None:
     """Parameters that were frozen when the optimizer was made, and have a gradient now."""
     if any(p.grad is not None for p in frozen):

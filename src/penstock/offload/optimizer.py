@@ -26,10 +26,12 @@ from penstock.offload.housing import Housing
 from penstock.offload.misuse import (
     Changes,
     Closed,
+    asks_for_state,
     check_model,
     check_parameters,
     check_placement,
     format_named,
+    refuse_distributed_checkpoint,
     refuse_late_ones,
     refuse_misuse,
     refuse_new_group,
@@ -110,6 +112,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._prefetcher = Prefetcher(stream, self._streams, room) if stream and room is not None else None
         self._fresh = True  # state is zero, masters are the weights
         self._hold_updates = False  # inside accumulate()
+        self._asked_for_state = False  # by a step that was none
         self._step: Step | None = None
         self.report: StepReport | None = None
         self._hooks = attach(model, self._trained, self._streams, self._gradient_came)
@@ -134,6 +137,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _begin(self) -> Step:
         self._norm.clear()
+        self._asked_for_state = False
         if self._trained.replicated and self._fresh:  # DistributedDataParallel has sent out the weights of one rank
             self._housing.start_from()
         return Step(late=self._trained.replicated, streamed=self._trained.streamed)
@@ -200,6 +204,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._step is None and asks_for_state(self.param_groups):
+            self._asked_for_state = True
+            return loss
         step = self._finish_gradients()
         refuse_late_ones(self._frozen)
         if step is None:  # no gradient arrived: nothing to do, as in torch
@@ -312,6 +319,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """The unit that a module is, if any of its parameters is trained."""
         return next((unit for unit in self._units if unit.module is module), None)
 
+    def _refuse_if_asked(self) -> None:
+        asked, self._asked_for_state = self._asked_for_state, False
+        if asked:
+            refuse_distributed_checkpoint()
+
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Everything, per parameter, on the CPU: step count, fp32 master and moments, parameter groups.
@@ -320,6 +332,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         is none to tell, as in torch. Of parameters that are sharded it holds this rank's part; `saved_tensors.py` has
         the whole for any number of ranks.
         """
+        self._refuse_if_asked()
         self.synchronize()
         states = {} if self._fresh else {p: list(self._housing.states_of(i)) for i, p in enumerate(self._parameters)}
         return state_dict_of(self.param_groups, states, self._scalars.tensors(), self._rule.saved_names)
@@ -348,6 +361,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         The state of a `torch.optim.AdamW` is taken too; its masters are the weights as they are now.
         """
+        self._refuse_if_asked()
         saved = read_saved(state_dict, self.param_groups, self._parameters, self.format, self._rule)
         self.synchronize()
         for group, values in zip(self.param_groups, saved.groups, strict=True):
