@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.errors import RecipeError
-from penstock.machine.known import H200, MACHINES, find_machine, parse_bytes
+from penstock.machine.known import H200, MACHINES, PARAMS_PER_CORE, find_machine, parse_bytes
 
 ASKED = {"h200", "h100", "gh200", "gb200", "mi300a", "a100", "rtx4090", "rtx5090", "gb10"}
 
@@ -47,9 +47,20 @@ def test_what_the_caller_knows_better_counts():
     base = MACHINES["gh200"]
     assert found.host_bytes == 512 * 2**30
     assert found.link_bytes_per_s == pytest.approx(base.link_bytes_per_s / 2)
-    assert found.host_params_per_s == pytest.approx(base.host_params_per_s / 2)
+    assert found.host_params_per_s == pytest.approx(0.9 * 36 * PARAMS_PER_CORE)
     assert not find_machine("h200", link="64GB/s").measured
     assert find_machine("h200") is H200
+
+
+def test_cores_count_where_weights_stream_too_and_no_further_than_memory():
+    for machine in MACHINES.values():
+        same, few = (find_machine(machine.name, cores=cores) for cores in (machine.cores, 1))
+        for rate in ("host_params_per_s", "masters_per_s"):
+            assert getattr(same, rate) == pytest.approx(getattr(machine, rate))
+            assert getattr(few, rate) < getattr(machine, rate) / 4
+            if machine is not H200:  # data sheets say how fast the host's memory is
+                most = [getattr(find_machine(machine.name, cores=cores), rate) for cores in (1000, 2000)]
+                assert most[0] == most[1]
 
 
 def test_mistakes_are_named():

@@ -102,6 +102,12 @@ class Peak:
     """One way, between GPUs of one machine."""
 
 
+def _update_rates(cores: int, memory_bytes_per_s: float) -> tuple[float, float]:
+    """Parameters and masters a second by the usual share of the cores, no faster than the host's memory."""
+    parameters = min(0.9 * cores * PARAMS_PER_CORE, memory_bytes_per_s / HOST_TRAFFIC)
+    return parameters, min(0.9 * cores * MASTERS_PER_CORE, memory_bytes_per_s / MASTER_TRAFFIC)
+
+
 def _machine(
     name: str,
     gpu_mib: int,
@@ -113,7 +119,7 @@ def _machine(
     unified: bool = False,
     fp8: bool = True,
 ) -> Machine:
-    memory = peak.host_memory_gb_per_s * 1e9 * HOST_MEMORY_SHARE
+    parameters, masters = _update_rates(cores, peak.host_memory_gb_per_s * 1e9 * HOST_MEMORY_SHARE)
     return Machine(
         name,
         gpu_bytes=gpu_mib * 2**20,
@@ -122,8 +128,8 @@ def _machine(
         matrix_flops_per_s=peak.matrix_tflops * 1e12 * MATRIX_SHARE,
         device_memory_bytes_per_s=peak.memory_gb_per_s * 1e9 * MEMORY_SHARE,
         link_bytes_per_s=peak.link_gb_per_s * 1e9 * LINK_SHARE,
-        host_params_per_s=min(0.9 * cores * PARAMS_PER_CORE, memory / HOST_TRAFFIC),
-        masters_per_s=min(0.9 * cores * MASTERS_PER_CORE, memory / MASTER_TRAFFIC),
+        host_params_per_s=parameters,
+        masters_per_s=masters,
         fp8_flops_per_s=2 * peak.matrix_tflops * 1e12 * FP8_SHARE if fp8 else 0.0,
         peer_bytes_per_s=peak.peer_gb_per_s * 1e9 * 0.8,
         gpus_per_host=gpus_per_host,
@@ -218,8 +224,13 @@ def adjusted(
     if cores:
         if cores < 0:
             raise RecipeError("must be positive", where=f"--cores {cores}", remedy="0, the default: as known.")
-        rate = machine.host_params_per_s * cores / machine.cores
-        machine = dataclasses.replace(machine, cores=cores, host_params_per_s=rate, measured=False)
+        memory, more = machine.all_links_bytes_per_s * HOST_MEMORY_SHARE / ALL_LINKS_SHARE, cores / machine.cores
+        parameters, masters = machine.host_params_per_s * more, machine.masters_per_s * more
+        if math.isfinite(memory):  # of a data sheet; of what was measured nobody knows where memory ends it
+            parameters, masters = _update_rates(cores, memory)
+        machine = dataclasses.replace(
+            machine, cores=cores, host_params_per_s=parameters, masters_per_s=masters, measured=False
+        )
     return machine
 
 
