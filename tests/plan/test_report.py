@@ -95,6 +95,7 @@ def test_json_is_one_object_that_adds_up(capsys):
             "--matmul",
             "fp8",
         ],
+        ["gpt-oss-20b", "--gpu", "rtx4090", "--batch-size", "1", "--update", "after-norm"],
     ],
     ids=" ".join,
 )

@@ -216,6 +216,8 @@ def flags_between(old: Plan, new: Plan) -> tuple[str, ...]:
         found.append(f"--recompute {new.settings.recompute}")
     if old.job.clip and not new.job.clip:
         found.append("--max-grad-norm 0")
+    if new.job.update != old.job.update:
+        found.append(f"--update {new.job.update}")
     if new.job.homes != old.job.homes:
         found.append("--homes auto")
     if new.job.batch_size != old.job.batch_size:
