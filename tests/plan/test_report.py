@@ -474,6 +474,13 @@ def test_without_a_gpu_no_time_is_predicted(monkeypatch, capsys, gpus, words):
     assert "of a CPU nothing is measured" in err
 
 
+@pytest.mark.parametrize("words", [["demo"], ["llama-8b", "--host-memory", "1TiB"]], ids=" ".join)
+def test_ranks_are_planned_without_a_gpu_too(words, monkeypatch, capsys):
+    monkeypatch.setattr("penstock.machine.hardware.pci_gpus", list)
+    assert main(["plan", *words, "--gpus", "2"]) == 0
+    assert "on this machine, which has no GPU" in capsys.readouterr().out
+
+
 def test_fp8_products_are_planned_and_shown(capsys):
     assert main(["plan", "llama-8b", "--gpu", "h200", "--matmul", "fp8", "--json"]) == 0
     fp8 = json.loads(capsys.readouterr().out)

@@ -144,9 +144,9 @@ FORMATS = {
 
 
 def chunk_for(link_bytes_per_s: float, state_bytes: float) -> int:
-    """Elements in a chunk for this link, a power of two, at `state_bytes` an element."""
-    wanted = link_bytes_per_s * CHUNK_SECONDS / state_bytes
-    return 1 << min(DEFAULT_CHUNK.bit_length() - 1, max(20, round(math.log2(max(1.0, wanted)))))
+    """Elements in a chunk for this link, a power of two, at `state_bytes` an element; of no link to cross, the most."""
+    wanted = min(link_bytes_per_s * CHUNK_SECONDS / state_bytes, DEFAULT_CHUNK)
+    return 1 << max(20, round(math.log2(max(1.0, wanted))))
 
 
 @dataclass(frozen=True)
