@@ -481,6 +481,24 @@ def test_ranks_are_planned_without_a_gpu_too(words, monkeypatch, capsys):
     assert "on this machine, which has no GPU" in capsys.readouterr().out
 
 
+def test_a_limit_makes_no_gpu(monkeypatch, capsys):
+    monkeypatch.setattr("penstock.machine.hardware.pci_gpus", list)
+    assert main(["plan", "smollm2-135m", "--gpu-memory", "8GB"]) == 2
+    assert "--gpu-memory 8GB: there is no GPU to limit" in capsys.readouterr().err
+
+
+def test_a_limit_makes_no_gpu_larger(monkeypatch, capsys):
+    monkeypatch.setattr("penstock.machine.hardware.pci_gpus", lambda: ["a GPU"])
+    here = replace(MACHINES["rtx4090"], name="this machine")
+    monkeypatch.setattr("penstock.bench.this_machine.this_machine", lambda **_: here)
+    said = []
+    for limit in ("auto", "500GB", "12GB"):
+        assert main(["plan", "smollm2-135m", "--gpu-memory", limit]) == 0
+        said.append(capsys.readouterr().out)
+    assert "GB of 25.8;" in said[0]
+    assert said[0] == said[1] != said[2]
+
+
 def test_fp8_products_are_planned_and_shown(capsys):
     assert main(["plan", "llama-8b", "--gpu", "h200", "--matmul", "fp8", "--json"]) == 0
     fp8 = json.loads(capsys.readouterr().out)

@@ -217,6 +217,9 @@ def adjusted(
         if machine.unified:
             what, remedy = f"{machine.name} has one memory for GPU and host", "Set it with --host-memory."
             raise RecipeError(what, where="--gpu-memory", remedy=remedy)
+        if not machine.has_gpu:
+            what, remedy = "there is no GPU to limit", "Name a machine with --gpu, or leave it out."
+            raise RecipeError(what, where=f"--gpu-memory {gpu_memory}", remedy=remedy)
         machine = dataclasses.replace(machine, gpu_bytes=parse_bytes(gpu_memory, "--gpu-memory"))
     if link:
         peak = parse_bytes(link.removesuffix("/s"), "--link")

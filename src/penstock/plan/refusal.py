@@ -39,8 +39,10 @@ class Limits:
 
     @property
     def limited(self) -> Machine:
-        """The machine with them."""
-        return adjusted(self.machine, host_memory=self.host_memory, gpu_memory=self.gpu_memory)
+        """The machine with them. A known one may be another of its kind; this one's GPU has no more than it has."""
+        found = adjusted(self.machine, host_memory=self.host_memory, gpu_memory=self.gpu_memory)
+        most = found.gpu_bytes if self.machine.name in MACHINES else self.machine.gpu_bytes
+        return replace(found, gpu_bytes=min(found.gpu_bytes, most))
 
     def others(self) -> Iterator[Machine]:
         """Other machines with them. Of one memory for both they say nothing, and no GPU grows by a limit."""
