@@ -1,5 +1,7 @@
 """Loops that would train quietly in a wrong way are refused, and those that only look so are not."""
 
+import copy
+import io
 import math
 
 import pytest
@@ -281,3 +283,19 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(state):
     with pytest.raises(RecipeError, match="not the state of an AdamW"):
         optimizer.load_state_dict(state)
     optimizer.close()
+
+
+def test_an_optimizer_is_not_pickled_without_its_state():
+    optimizer = OffloadAdamW(nn.Linear(2, 2))
+    with pytest.raises(RecipeError, match=r"would lose its state\n.*state_dict\(\)"):
+        torch.save({"optimizer": optimizer}, io.BytesIO())
+
+
+def test_a_copy_of_an_optimizer_says_that_it_is_none():
+    model = nn.Linear(2, 2)
+    model.optimizer = OffloadAdamW(model)
+    twin = copy.deepcopy(copy.deepcopy(model))
+    with pytest.raises(RecipeError, match=r"a copy of an optimizer is none\n.*for the copied model"):
+        twin.optimizer.zero_grad()
+    twin(torch.ones(1, 2)).sum().backward()
+    OffloadAdamW(twin).step()

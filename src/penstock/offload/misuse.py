@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
@@ -234,6 +234,28 @@ class Closed:
             "the optimizer is closed: its state is gone",
             where="OffloadAdamW",
             remedy="Call close() last, after state_dict(); to go on training, make a new one.",
+        )
+
+
+def refuse_pickling() -> NoReturn:
+    """What torch's optimizers would write is their `state`, and here there is none in it."""
+    raise RecipeError(
+        "pickled, it would lose its state",
+        where="OffloadAdamW",
+        remedy="Save its state_dict(); of a model that holds its optimizer, the model's state_dict() too.",
+    )
+
+
+class Copied:
+    """In the place of an optimizer, in a copy of what held it: it belongs to the model that it was made for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RecipeError(
+            "a copy of an optimizer is none",
+            where="OffloadAdamW",
+            remedy="Make one for the copied model; state goes over by state_dict() and load_state_dict().",
         )
 
 

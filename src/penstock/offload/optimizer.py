@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from penstock.offload.housing import Housing
 from penstock.offload.misuse import (
     Changes,
     Closed,
+    Copied,
     asks_for_state,
     check_model,
     check_parameters,
@@ -36,6 +37,7 @@ from penstock.offload.misuse import (
     refuse_misuse,
     refuse_new_group,
     refuse_other_type,
+    refuse_pickling,
     refuse_scaler,
     refuse_skipping,
 )
@@ -125,6 +127,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_trained"):
             refuse_new_group()
         super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_pickling()
+
+    def __deepcopy__(self, memo: object) -> Copied:
+        return Copied()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
