@@ -178,6 +178,17 @@ def test_another_machine_is_advised_with_the_limits_that_were_given(capsys):
     assert main(command[1:]) == 0, command
 
 
+@pytest.mark.slow
+def test_a_limit_is_too_small_for_rows_whose_length_nobody_said(tmp_path, capsys):
+    config = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+              "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "--model", str(tmp_path), "--gpu", "h200", "--host-memory", "1GiB"]) == 3
+    error = capsys.readouterr().err
+    assert "--host-memory 1GiB is too small. Without it this fits" in error
+    assert main(shlex.split(error.splitlines()[-1])[1:]) == 0
+
+
 def test_where_no_machine_is_large_enough_within_the_limits_they_are_named(capsys):
     assert main(["plan", "llama-70b", "--gpu", "rtx4090", "--host-memory", "200GiB", "--batch-size", "1"]) == 3
     assert "large enough with --host-memory 200GiB; give it more, or take a smaller model." in capsys.readouterr().err

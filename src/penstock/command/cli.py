@@ -318,6 +318,7 @@ def plan(words: list[str]) -> int:
         from penstock.run.row_length import with_length_if_known
 
         recipe = with_length_if_known(recipe, machine, args.gpus, aside)
+        limits = dataclasses.replace(limits, recipe=recipe)
     length = run_length(recipe) if recipe.data else None
     found = report.make_report(recipe, machine, args.gpus, best=args.best, length=length, unknown=why_unknown(recipe))
     planned = report_json(found)
