@@ -178,6 +178,27 @@ def test_another_machine_is_advised_with_the_limits_that_were_given(capsys):
     assert main(command[1:]) == 0, command
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "llama-70b --gpu rtx5090 --weights 4",
+        "llama-70b --gpu rtx5090 --homes gpu",
+        "llama-70b --device cpu",
+        "llama-8b",
+    ],
+)
+def test_another_machine_is_advised_for_what_runs_there(words, monkeypatch, capsys):
+    """With a GPU's types and kernels, and without what this one was told; exact if it fits so."""
+    monkeypatch.setattr("penstock.machine.hardware.pci_gpus", list)
+    monkeypatch.setattr("penstock.plan.report.cpu_has_bf16", lambda: False)
+    monkeypatch.setattr("penstock.bench.this_machine.available_host_bytes", lambda: 16 * 2**30)
+    assert main(["plan", *words.split()]) == 3
+    error = capsys.readouterr().err
+    assert "It fits h" in error
+    assert "no clipping" not in error, "as with `plan llama-70b --gpu h100`"
+    assert main(shlex.split(error.splitlines()[-1])[1:]) == 0
+
+
 @pytest.mark.slow
 def test_a_limit_is_too_small_for_rows_whose_length_nobody_said(tmp_path, capsys):
     config = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

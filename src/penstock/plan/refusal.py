@@ -11,7 +11,7 @@ from penstock.errors import DoesNotFit
 from penstock.machine.known import MACHINES, Machine, adjusted
 from penstock.plan.layout import Buffer
 from penstock.plan.predict import Plan, gpu_shortage
-from penstock.plan.report import Report, make_plan
+from penstock.plan.report import Report, job_on, make_plan
 from penstock.plan.solve import TRADES, Alternative, cheapest_change, flags_between, solve
 from penstock.recipe.recipe import Recipe
 
@@ -155,16 +155,23 @@ def _more_gpus(plan: Plan, words: Sequence[str]) -> str:
 
 
 def _other_machine(plan: Plan, words: Sequence[str], limits: Limits) -> str:
-    """Those that are known and large enough, if any is."""
+    """Those that are known and large enough, if any is; else the first that is with the cheapest change."""
     able = [m for m in limits.others() if plan.job.matmul != "fp8" or m.fp8_flops_per_s]
-    fitting = {m.name: found for m in able if (found := solve(plan.job, m, plan.gpus)) is not None}
-    if not fitting:
-        return ""
-    name, found = next(iter(fitting.items()))
-    kept = without_flags(words, ("--link", "--cores"))
-    text = with_flags(kept, (f"--gpu {name}", *flags_between(plan, found)))
+    there = [replace(plan, job=job_on(limits.recipe, m), machine=m) for m in able]  # a GPU's types and kernels
+    fitting = [found for p in there if (found := solve(p.job, p.machine, p.gpus)) is not None]
+    if fitting:
+        flags, trade = flags_between(plan, fitting[0]), _trade(plan, fitting[0])
+    else:  # with limits the advice is to lift them, and trying every change on every machine takes a minute
+        change = None if limits.flags else next(filter(None, map(cheapest_change, there)), None)
+        if change is None:
+            return ""
+        fitting, flags = [change.plan], change.flags
+        trade = f" (it changes: {change.trades})" if change.trades else ""
+    names = [found.machine.name for found in fitting]
+    on_it = (f"--gpu {names[0]}", *["--device auto"] * (limits.recipe.device == "cpu"))
+    text = with_flags(without_flags(words, ("--link", "--cores")), (*on_it, *flags))
     why = "No number of these GPUs up to a row each is enough" if plan.machine.has_gpu else "This machine has no GPU"
-    return f"{why}. It fits {', '.join(fitting)}{_trade(plan, found)}:\n    {text}"
+    return f"{why}. It fits {', '.join(names)}{trade}:\n    {text}"
 
 
 def _trade(plan: Plan, found: Plan) -> str:
