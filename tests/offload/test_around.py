@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -333,6 +334,23 @@ def test_two_optimizers_of_the_same_parameters_are_refused():
         OffloadAdamW(model, homes="gpu")
     first.close()
     OffloadAdamW(model, homes="gpu").close()
+
+
+def test_an_optimizer_that_was_dropped_with_what_refers_to_itself_is_gone():
+    model, trainer = Net(), SimpleNamespace()
+    trainer.itself, trainer.optimizer = trainer, OffloadAdamW(model, homes="gpu")
+    gc.disable()
+    try:
+        del trainer
+        OffloadAdamW(model, homes="gpu").close()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("units", [["layers"], [nn.Linear(2, 2)]])
+def test_units_that_the_model_does_not_have_are_refused(units):
+    with pytest.raises(RecipeError, match=r"^units: not all of them are modules of the model\n.*units=model\.layers"):
+        OffloadAdamW(Net(), homes="gpu", units=units)
 
 
 def test_a_model_is_saved_whole_and_loaded_without_its_optimizer(tmp_path):

@@ -6,6 +6,7 @@ A unit's forward must wait for the updates of its parameters, and so must whoeve
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -141,6 +142,10 @@ def find_trained(
         remedy = "Call requires_grad_(True) on what is to be trained, then make the optimizer."
         raise RecipeError("no parameter is trainable: all are frozen", where="OffloadAdamW", remedy=remedy)
     index_of = {id(p): i for i, p in enumerate(parameters)}
+    chosen = None if chosen is None else list(chosen)
+    if chosen and not set(chosen) <= set(model.modules()):
+        remedy = "Give modules themselves, not their names: units=model.layers."
+        raise RecipeError("not all of them are modules of the model", where="units", remedy=remedy)
     units = []
     for unit in find_units(model, chosen):
         indices = tuple(index_of.pop(id(p)) for p in unit.parameters if id(p) in index_of)
@@ -284,14 +289,15 @@ _OWNERS = WeakIdKeyDictionary()
 
 def refuse_owned(parameters: Iterable[Tensor]) -> None:
     """Refuse parameters that another optimizer still updates."""
-    for p in parameters:
-        owner = _OWNERS.get(p)
-        if owner is not None and owner() is not None:
-            raise RecipeError(
-                "another OffloadAdamW updates these parameters",
-                where="OffloadAdamW",
-                remedy="close() that one first: both would write the weights.",
-            )
+    owners = [owner for p in parameters if (owner := _OWNERS.get(p)) is not None]
+    if any(owner() is not None for owner in owners):
+        gc.collect()  # one that was dropped with something that refers to itself, as a trainer does, is still there
+    if any(owner() is not None for owner in owners):
+        raise RecipeError(
+            "another OffloadAdamW updates these parameters",
+            where="OffloadAdamW",
+            remedy="close() that one first: both would write the weights.",
+        )
 
 
 def claim(parameters: Iterable[nn.Parameter], optimizer: object) -> None:
