@@ -28,6 +28,15 @@ def test_who_stops_reading_does_not_end_the_run(monkeypatch):
         print("others go on too", flush=True)
 
 
+def test_a_line_is_as_it_was_said(capsys):
+    text = "x[:end:2] is [bold]:on: the [/] \\[way]"
+    console = Console()
+    console.say(text)
+    with console.phase(text):
+        pass
+    assert capsys.readouterr().out == f"{text}\n" * 2
+
+
 def test_a_disk_without_room_for_lines_does_not_end_the_run(monkeypatch, capsys):
     with open("/dev/full", "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)

@@ -91,7 +91,9 @@ class Console:
 
     def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
         file = cast(TextIO, _Steady(sys.stderr if json else sys.stdout))
-        self.rich = _Lines(file=file, highlight=False, quiet=quiet, soft_wrap=True, force_jupyter=False)
+        self.rich = _Lines(  # without emoji: code in an answer has `x[:end:2]`
+            file=file, highlight=False, quiet=quiet, soft_wrap=True, force_jupyter=False, emoji=False
+        )
         self._json, self._showing = json, False
         self.times: list[tuple[str, float]] = []
         """Every phase that lay in no other, and its seconds."""
