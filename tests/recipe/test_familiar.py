@@ -22,7 +22,8 @@ def test_a_value_that_is_advised_is_one_that_is_taken(name, value):
     also = {"eval_every": 1, "validation": 0.1} if name == "load_best_model_at_end" else {}
     if name.startswith("adam"):
         value = 0.95
-    with_values(Recipe(), {**also, ours.field: ours.value(value)}, where="test")
+    if (meant := ours.value(value)) is not None:
+        with_values(Recipe(), {**also, ours.field: meant}, where="test")
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,8 @@ def test_a_value_that_is_advised_is_one_that_is_taken(name, value):
         ),
         ("completion_only_loss: false\n", "Here: train_on_prompt: true."),
         ("num_train_epochs: 3\nlogging_steps: 10\n", "Here: epochs: 3; log_every: 10."),
+        ("report_to: [wandb, mlflow]\n", "Here: track: wandb (tensorboard, wandb, trackio or several with commas)."),
+        ("lora_r:\n", "Here: lora_r: leave it out: every parameter is trained, and there are no adapters."),
         ("lora_r: 16\n", "Here: lora_r: leave it out: every parameter is trained, and there are no adapters."),
         (
             "per_device_train_batch_size: 2\ngradient_accumulation_steps: 8\n",
@@ -60,6 +63,11 @@ def test_a_key_is_answered_with_ours_and_its_value(text, answer, tmp_path):
         (["--cutoff-len", "512", "--save_steps", "50"], "Here: --max-length 512; --save-every 50."),
         (["--adam-beta2", "0.95"], "Here: --betas 0.9 0.95."),
         (["--load-best-model-at-end"], "Here: --keep-best (export"),
+        (["--torch_compile", "False"], "Here: --no-compile."),
+        (["--sample-packing", "True"], "Here: --packing."),
+        (["--report_to", "none"], "Here: report_to: leave it out (tensorboard, wandb, trackio or"),
+        (["--chat-template", "llama3"], "Here: --template auto (auto is the tokenizer's own if it has one)."),
+        (["--lr_scheduler_type", "constant_with_warmup"], "Here: --schedule constant ("),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "plan"])

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from penstock.recipe.rules import TRACKERS
+
 Value = Callable[[object], object]
 
 
@@ -19,6 +21,7 @@ class Ours:
     field: str = ""
     """Empty: there is no such field."""
     value: Value | None = None
+    """Where it gives None, the field is left out."""
     note: str = ""
 
 
@@ -28,6 +31,16 @@ def _same(**names: str) -> dict[str, Ours]:
 
 def _yes(value: object) -> bool:
     return str(value).lower() in ("true", "1", "yes", "auto", "on", "")
+
+
+def _trackers(value: object) -> str | None:
+    """Those of theirs that are ours too; `none` of theirs is a word, and ours is to name none."""
+    words = value if isinstance(value, list) else str(value).split(",")
+    return ",".join(word for word in words if word in TRACKERS) or None
+
+
+def _schedule(value: object) -> str:
+    return next((ours for ours in ("linear", "constant") if str(value).startswith(ours)), "cosine")
 
 
 NO_ADAPTERS = Ours(note="leave it out: every parameter is trained, and there are no adapters")
@@ -43,11 +56,15 @@ FAMILIAR: dict[str, Ours] = {
         model_name_or_path="model", model_name="model", base_model="model", tokenizer_name="tokenizer",
         tokenizer_name_or_path="tokenizer", model_revision="revision", dataset="data", datasets="data",
         dataset_name="data", dataset_path="data", train_file="data", eval_dataset="eval_data", val_size="validation",
-        val_set_size="validation", run_name="name", report_to="track", wandb_project="project",
-        early_stopping_patience="patience", train_on_inputs="train_on_prompt", sample_packing="packing",
-        torch_compile="compile", chat_template="template", deepspeed="deepspeed_config",
+        val_set_size="validation", run_name="name", wandb_project="project",
+        early_stopping_patience="patience", deepspeed="deepspeed_config",
         micro_batch_size_per_gpu="micro_batch_size", data_seed="seed",
     ),
+    **{theirs: Ours(ours, _yes) for theirs, ours in {"train_on_inputs": "train_on_prompt", "sample_packing": "packing",
+                                                     "torch_compile": "compile"}.items()},
+    "report_to": Ours("track", _trackers, f"{', '.join(TRACKERS)} or several with commas"),
+    "chat_template": Ours("template", lambda value: value if value == "alpaca" else "auto",
+                          "auto is the tokenizer's own if it has one"),
     "per_device_train_batch_size": Ours("micro_batch_size", note=f"batch_size is the {WHOLE_BATCH}"),
     "train_micro_batch_size_per_gpu": Ours("micro_batch_size", note=f"batch_size is the {WHOLE_BATCH}"),
     "train_batch_size": Ours("batch_size", note=f"the {WHOLE_BATCH}"),
@@ -62,8 +79,8 @@ FAMILIAR: dict[str, Ours] = {
     "tf32": Ours(note="leave it out: products are bf16"),
     "torch_dtype": Ours("dtype", lambda value: "fp32" if "32" in str(value) else "bf16"),
     "warmup_steps": Ours("warmup", lambda _: 0.05, "a share of all steps, not their number"),
-    "lr_scheduler_type": Ours("schedule", note="cosine, linear or constant"),
-    "lr_scheduler": Ours("schedule", note="cosine, linear or constant"),
+    "lr_scheduler_type": Ours("schedule", _schedule, "cosine, linear or constant"),
+    "lr_scheduler": Ours("schedule", _schedule, "cosine, linear or constant"),
     "adam_beta1": Ours("betas", lambda value: [value, 0.999]),
     "adam_beta2": Ours("betas", lambda value: [0.9, value]),
     "attn_implementation": Ours("attention", lambda value: value if value in ("sdpa", "eager") else "auto"),
@@ -99,7 +116,9 @@ def translated(theirs: Mapping[str, object], spell: Callable[[str, object], str]
             values.pop(name, None)
     for name, value in values.items():
         ours = FAMILIAR[name]
-        known = spell(ours.field, ours.value(value) if ours.value else value) if ours.field else ""
+        meant = ours.value(value) if ours.value else value
+        known = f"{name}: leave it out" if meant is None else spell(ours.field, meant)
+        known = known if ours.field else ""
         note = f" ({ours.note})" if ours.note and known else ours.note
         found.append(f"{known}{note}" if known else f"{name}: {note}")
     return "Here: " + "; ".join(found) + "."
