@@ -1,7 +1,7 @@
 """Machines that are not here, as trees of files; and this one as it is."""
 
 import json
-import os
+import socket
 
 import pytest
 
@@ -142,12 +142,36 @@ def test_here_it_says_what_is_and_exits_0(tmp_path, capsys, monkeypatch):
             "Hub", "token", "partitions"} <= {f["topic"] for f in found}  # fmt: skip
 
 
-def test_a_hub_that_cannot_be_reached_is_advice(monkeypatch):
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    found = list(doctor.hub(("no-such-host.invalid", 443)))
-    assert found[0].level == "advice"
-    assert "cannot be reached" in found[0].what
-    assert os.environ.get("HF_HUB_OFFLINE") is None
+@pytest.fixture
+def listening(monkeypatch):
+    """The port of whoever answers, and an environment that says nothing of networks."""
+    for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level", "what", "fix"),
+    [
+        ("HF_ENDPOINT", "https://no-such-host.invalid", "advice", "no-such-host.invalid cannot", "See that HF_END"),
+        ("HF_ENDPOINT", "http://127.0.0.1:{}/mirror", "ok", "127.0.0.1 can be reached", ""),
+        ("HTTPS_PROXY", "http://me:secret@127.0.0.1:{}", "ok", "the proxy 127.0.0.1 can be reached", ""),
+        ("ALL_PROXY", "127.0.0.1:{}", "ok", "the proxy 127.0.0.1 can be reached", ""),
+        ("https_proxy", "http://me:secret@no-such-host.invalid", "advice",
+         "huggingface.co cannot be reached, by the proxy that is set (", "See that HTTPS_PROXY is right"),
+        ("https_proxy", "http://me:x@127.0.0.1:secret", "advice", "huggingface.co cannot", "See that HTTPS_PROXY"),
+        ("HF_HUB_OFFLINE", "yes", "advice", "HF_HUB_OFFLINE is set", "unset"),
+    ],
+)  # fmt: skip
+def test_the_hub_is_looked_for_where_its_library_goes(name, value, level, what, fix, listening, monkeypatch):
+    monkeypatch.setenv(name, value.format(listening))
+    found = next(doctor.hub())
+    assert found.level == level
+    assert found.what.startswith(what)
+    assert found.fix.startswith(fix)
+    assert "secret" not in found.what
 
 
 def test_a_fix_stands_below_what_it_mends():

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from penstock.bench.this_machine import disk_rate
 from penstock.machine import resctrl
@@ -254,17 +256,28 @@ def allocator(has_gpu: bool) -> Iterator[Finding]:
         yield Finding("allocator", "ok", text)
 
 
-def hub(address: tuple[str, int] = ("huggingface.co", 443)) -> Iterator[Finding]:
+def hub() -> Iterator[Finding]:
     """Whether models can be fetched, and whether there is a token; never the token."""
-    if os.environ.get("HF_HUB_OFFLINE", "") in ("1", "true", "TRUE", "True"):
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):  # as the Hub's library reads it
         yield Finding("Hub", "advice", "HF_HUB_OFFLINE is set: only what is in the cache", "unset HF_HUB_OFFLINE")
     else:
+        endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+        proxies, host = getproxies(), urlsplit(endpoint).hostname or endpoint
+        proxy = proxies.get(urlsplit(endpoint).scheme) or proxies.get("all", "")
+        proxy = "" if proxy_bypass(host) else proxy
         try:
-            socket.create_connection(address, timeout=2).close()
-            yield Finding("Hub", "ok", f"{address[0]} can be reached")
-        except OSError as error:
-            fix = "Behind a proxy set HTTPS_PROXY; without a network use --model DIRECTORY and local --data."
-            yield Finding("Hub", "advice", f"{address[0]} cannot be reached ({error.strerror or error})", fix)
+            met = _address(proxy or endpoint)
+            socket.create_connection(met, timeout=2).close()
+            yield Finding("Hub", "ok", f"the proxy {met[0]} can be reached" if proxy else f"{host} can be reached")
+        except (OSError, ValueError) as error:
+            set_by = "HTTPS_PROXY" if proxy else "HF_ENDPOINT" if "HF_ENDPOINT" in os.environ else ""
+            fix = f"See that {set_by} is right" if set_by else "Behind a proxy set HTTPS_PROXY"
+            fix += "; without a network use --model DIRECTORY and local --data."
+            by = ", by the proxy that is set" if proxy else ""
+            # A proxy's address may hold a password, which a ValueError would quote.
+            why = error.strerror or error if isinstance(error, OSError) else "that is no address"
+            what = f"{host} cannot be reached{by} ({why})"
+            yield Finding("Hub", "advice", what, fix)
     from huggingface_hub import get_token
 
     if get_token():
@@ -272,6 +285,12 @@ def hub(address: tuple[str, int] = ("huggingface.co", 443)) -> Iterator[Finding]
     else:
         fix = "Gated models such as Llama need one: export HF_TOKEN=..., or hf auth login."
         yield Finding("token", "advice", "no Hub token", fix)
+
+
+def _address(url: str) -> tuple[str, int]:
+    """Host and port of an address, which a proxy's may be without https://."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    return parts.hostname or "", parts.port or {"https": 443, "http": 80}.get(parts.scheme, 1080)
 
 
 def memory_partitions(gpus: list[PciGpu], paths: Paths, *, apply: bool) -> Iterator[Finding]:
