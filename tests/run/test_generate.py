@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import pty
 import subprocess
 import sys
 
@@ -44,6 +45,35 @@ def ask(run_dir, lines, *words):
         *words,
     ]
     return subprocess.run(command, input=lines, capture_output=True, text=True, env=dict(os.environ), timeout=200)
+
+
+@pytest.mark.parametrize("words", [["--json"], []])
+@pytest.mark.slow
+def test_answers_in_a_file_have_nothing_between_them(run_dir, words, tmp_path):
+    """Questions are typed, and answers go elsewhere."""
+    keyboard, terminal = pty.openpty()
+    command = [sys.executable, "-m", "penstock", "generate", run_dir, "--max-new-tokens", "8", *words]
+    os.write(keyboard, b"Why?\nexit\n")
+    with os.fdopen(terminal) as stdin, os.fdopen(keyboard):
+        result = subprocess.run(command, stdin=stdin, capture_output=True, text=True, timeout=200, check=True)
+    assert (json.loads(result.stdout)["prompt"] == "Why?") if words else not result.stdout.startswith(">")
+    assert "Ask something" in result.stderr
+
+
+def test_a_question_needs_no_standard_input(run_dir, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["generate", str(run_dir), "Why?", "--max-new-tokens", "1", "--device", "cpu"]) == 0
+    assert main(["generate", str(run_dir)]) == 2
+    assert "generate: there is no question, and standard input is closed" in capsys.readouterr().err
+
+
+def test_a_question_that_is_not_utf8_is_refused(run_dir, monkeypatch, capsys):
+    refused = "question 'caf\\udce9?': is not UTF-8\n  Give it in UTF-8"
+    assert main(["generate", str(run_dir), os.fsdecode(b"caf\xe9?"), "--device", "cpu"]) == 2
+    assert refused in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9?\n"), encoding="utf-8"))
+    assert main(["generate", str(run_dir), "--device", "cpu"]) == 2
+    assert refused in capsys.readouterr().err
 
 
 @pytest.mark.slow

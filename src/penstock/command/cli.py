@@ -395,15 +395,21 @@ def generate(words: list[str]) -> int:
     """Ask the model of a run or a checkpoint, once or in a conversation: penstock generate RUN ["prompt"]."""
     args = tyro.cli(GenerateArgs, args=words, prog="penstock generate")
     place = find_place(Path(args.run))  # before torch is imported, which takes seconds
+    if not args.prompt and sys.stdin is None:
+        remedy = "Name one behind the run, or give lines on standard input."
+        raise RecipeError("there is no question, and standard input is closed", where="generate", remedy=remedy)
     with importing():
         quiet_libraries(args.debug)
         from penstock.run.generate import Chat, questions
 
     chat = Chat(place, args.max_new_tokens, args.temperature, args.seed, args.device)
-    at_terminal = sys.stdin.isatty() and not args.prompt
-    if at_terminal and not args.json:
-        print("Ask something; `exit` or Ctrl-D ends.")
-    asked = [args.prompt] if args.prompt else questions(sys.stdin, invite="> " if at_terminal else "")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused as a prompt is
+    at_terminal = not args.prompt and sys.stdin.isatty()
+    invited = at_terminal and not args.json and sys.stdout is not None and sys.stdout.isatty()
+    if at_terminal:
+        print("Ask something; `exit` or Ctrl-D ends.", file=sys.stderr)
+    asked = [args.prompt] if args.prompt else questions(sys.stdin, invite="> " if invited else "")
     for prompt in asked:
         answer = chat.ask(prompt)
         print(json.dumps({"prompt": prompt, "answer": answer}) if args.json else answer, flush=True)

@@ -37,6 +37,9 @@ def answer(
     temperature: float = 0.0,
 ) -> str:
     """What the model says to `prompt` after `earlier` turns: the likeliest tokens, or drawn ones with a temperature."""
+    if not prompt.isascii() and any("\ud800" <= letter <= "\udfff" for letter in prompt):  # bytes that are no letters
+        remedy = "Give it in UTF-8: iconv -f LATIN1 -t UTF-8 converts Latin-1."
+        raise RecipeError("is not UTF-8", where=f"question {prompt!r}", remedy=remedy)
     text = prompt_text(tokenizer, recipe, prompt, earlier)
     # Some tokenizers would add token_type_ids, which `generate` refuses where the model takes none.
     inputs = tokenizer(text, add_special_tokens=False, return_token_type_ids=False, return_tensors="pt")
