@@ -235,6 +235,34 @@ def test_an_output_directory_that_cannot_be_written_is_found_first(tmp_path, cap
     assert (tmp_path / "file").read_text() == "mine"
 
 
+LONG = "What is a penstock? " * 20
+"""Such as a question to nobody."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", LONG],
+        ["report", LONG],
+        ["export", LONG, "--to", "x"],
+        ["train", "--model", LONG],
+        ["train", "demo", "--output-dir", LONG],
+        ["plan", "demo", "--gpu", "h200", "--model", LONG],
+    ],
+)
+def test_a_name_that_the_system_does_not_take_is_refused(words, capsys):
+    assert main([*words, "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)["error"]
+    assert re.match(r"What is a penstock\? .*: cannot be used \(File name too long\)\n  Check the name", found), found
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may look at everything")
+def test_what_may_not_be_looked_at_is_refused_by_name(tmp_path, capsys):
+    (tmp_path / "theirs").mkdir(mode=0)
+    assert main(["report", str(tmp_path / "theirs" / "run")]) == 2
+    assert f"{tmp_path}/theirs/run: cannot be used (Permission denied)" in capsys.readouterr().err
+
+
 def test_help_lists_every_command(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
@@ -426,7 +454,7 @@ def test_what_another_user_has_closed_is_no_bug(monkeypatch, capsys):
 
     monkeypatch.setitem(COMMANDS, "report", closed)
     assert main(["report", "runs/closed"]) == 2
-    said = "penstock: runs/closed/recipe.yaml: this user has no right to it\n  Change its rights, or those"
+    said = "penstock: runs/closed/recipe.yaml: cannot be used (Permission denied)\n  Check the name, and that you have"
     assert capsys.readouterr().err.startswith(said)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import os
@@ -94,8 +95,8 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         if isinstance(error, OSError) and error.errno in DISK_IS_FULL and error.filename is None:
             return _fail(str(_no_output(error)), DoesNotFit.exit_code, words)
-        if isinstance(error, PermissionError) and error.filename is not None:
-            return _fail(str(_no_right(error)), RecipeError.exit_code, words)
+        if refused := _refused_by_system(error):
+            return _fail(str(refused), refused.exit_code, words)
         remedy = "" if "--debug" in words else "\n  Run it again with --debug for the traceback, and please report it."
         return _fail(f"this is a bug: {type(error).__name__}: {error}{remedy}", 1, words)
 
@@ -106,17 +107,20 @@ def _no_output(error: OSError) -> UserError:
     return DoesNotFit(f"cannot be written ({error.strerror})", where="the output", remedy=remedy)
 
 
-def _no_right(error: PermissionError) -> UserError:
-    """Whatever a command looks at may be another user's; a run that goes on says so itself."""
-    remedy = "Change its rights, or those of a directory above it, or name another place."
-    return RecipeError("this user has no right to it", where=str(error.filename), remedy=remedy)
-
-
 def _end(number: int, _: object) -> None:
     """SIGTERM and SIGHUP end a command as Ctrl-C does, until the steps of a run have handlers of their own."""
     if number == signal.SIGHUP:
         leave_terminal()
     raise KeyboardInterrupt(number)  # nothing that takes an Exception for a fault of its own may swallow it
+
+
+def _refused_by_system(error: Exception) -> UserError | None:
+    """A name that the system does not even look up, in words, whoever asked for it first; None for other errors."""
+    known = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+    if not isinstance(error, OSError) or error.filename is None or error.errno not in known:
+        return None
+    remedy = "Check the name, and that you have the rights to it and to the directories above it."
+    return RecipeError(f"cannot be used ({error.strerror})", where=str(error.filename), remedy=remedy)
 
 
 def _fail(message: str, exit_code: int, words: list[str], found: Mapping[str, object] | None = None) -> int:
