@@ -21,7 +21,8 @@ def tell(message: str, exit_code: int, words: Iterable[str], found: Mapping[str,
     """Print an error. If `words`, a command line, ask for JSON, standard output gets an object, with what was found."""
     with suppress(OSError):  # nobody reads it any more, or its disk is full; the exit code tells
         print(f"penstock: {message}", file=sys.stderr)
-        if "--json" in words:
+    if "--json" in words:
+        with suppress(OSError):
             print(json.dumps({**(found or {}), "error": message, "exit_code": exit_code}))
 
 

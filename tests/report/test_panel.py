@@ -105,6 +105,17 @@ def test_rates_of_the_data_sheet():
     assert peak_flops("CPU, 2 threads of 2 cores") == 0
 
 
+@pytest.mark.parametrize(("encoding", "live"), [("utf-8", True), ("latin-1", False)])
+def test_a_terminal_without_its_letters_gets_no_panel(encoding, live, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    keyboard, screen = pty.openpty()
+    termios.tcsetwinsize(screen, (24, 80))
+    with os.fdopen(screen, "w", encoding=encoding) as stdout, os.fdopen(keyboard):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert Console().live == live
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize("forced", ["", "1"])
 @pytest.mark.parametrize("options", [{"json": True}, {"quiet": True}, {}])
 def test_without_a_terminal_lines_are_plain(options, forced, capsys, monkeypatch):

@@ -110,6 +110,7 @@ class Console:
         rich = self.rich
         at_terminal = rich.file.isatty()  # rich says so too where FORCE_COLOR is set, and in a notebook
         able = at_terminal and rich.is_terminal and not rich.is_dumb_terminal and rich.width >= LEAST_COLUMNS
+        able = able and rich.encoding.startswith("utf")  # what the panel is drawn of is in no other
         return able and not (self._json or rich.quiet)
 
     @contextmanager
