@@ -122,6 +122,7 @@ def test_a_plan_reads_a_mixture(odd, tmp_path, capsys):
         (["bench", "demo", "--updates", "after-nrm"], "Did you mean 'after-norm'?"),
         (["bench", "demo", "--peer-ratio", "2"], "between 0 and 1"),
         (["bench", "demo", "--steps", "0"], "--steps 0: must be at least 1"),
+        (["data", "demo", "--examples", "-1"], "--examples -1: must not be negative"),
         (["plan", "llama-8b", "--gpu", "h20"], "Did you mean 'h200'?"),
         (["plan", "llama-8b", "--gpu", "h200", "--gpus", "0"], "--gpus 0: must be at least 1"),
         (["train", "demo", "--data", ""], "--data: no data is named"),

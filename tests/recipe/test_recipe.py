@@ -19,7 +19,7 @@ from penstock.recipe.recipe import FIELDS, Recipe, to_dict, with_values
         ("max_steps", -1), ("batch_size", 0), ("micro_batch_size", -1), ("micro_batch_size", 5), ("max_length", 1),
         ("data_percent", 0.0), ("data_percent", 101.0), ("validation", 0.6), ("eval_every", -1), ("eval_every", 5),
         ("log_every", 0), ("skip_limit", 0), ("seed", -1), ("recompute", "8"), ("shape", "hidden_size=8"),
-        ("name", " "), ("name", "a/b"), ("homes", "disk"), ("homes", "gpu=0.5,disk=0.5"), ("homes", "gpu=half"),
+        ("name", " "), ("name", "a/b"), ("name", ".."), ("data", "a\0"), ("homes", "disk"), ("homes", "gpu=0.5,disk=0.5"), ("homes", "gpu=half"),
         ("homes", "gpu=2"), ("homes", "gpu=0.5,host=0.25"), ("homes", "gpu=0.2,gpu=0.8"), ("update", "in-backward"),
         ("cpu_adam_cores", 0.0), ("cpu_adam_cores", 1.5),
     ],
@@ -70,6 +70,7 @@ def test_yaml_numbers_are_text_where_a_field_takes_text():
         ({"schedule": "cosin"}, "Did you mean 'cosine'"),
         ({"recompute": "some"}, "my.yaml: recompute = 'some': must be auto, none, selected, full"),
         ({"lr": None}, "None is not a number"),
+        ({"lr": 10**400}, "0 is not a number"),
         ({"warmup": 100}, "my.yaml: warmup = 100.0: must be between 0 and 1"),
     ],
 )

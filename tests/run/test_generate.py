@@ -131,6 +131,7 @@ def test_earlier_turns_are_rendered_as_in_training(template, data_format, expect
         (["--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
         (["--temperature", "-1"], "--temperature -1.0: must not be negative"),
         (["--temperature", "nan"], "--temperature nan: must not be negative"),
+        (["--seed", "99999999999999999999"], "--seed 99999999999999999999: must be between 0 and"),
         (["--device", "cda"], "device = 'cda': is no device"),
     ],
 )

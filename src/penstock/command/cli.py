@@ -210,6 +210,8 @@ def data(words: list[str]) -> int:
     """Show what the model will see: penstock data [RECIPE] [--flags]."""
     parsed = parse_with_recipe(DataArgs, "data", words)
     args = parsed.args
+    if args.examples < 0:
+        raise RecipeError("must not be negative", where=f"--examples {args.examples}", remedy="0 shows none.")
     with importing():
         quiet_libraries(args.debug)
         from penstock.data.preview import show, summary

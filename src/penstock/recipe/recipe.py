@@ -347,7 +347,7 @@ def _coerce(value: object, hint: Any, where: str) -> Any:
     elif hint is float and isinstance(value, int | float | str):
         try:
             return float(value)
-        except ValueError:
+        except (ValueError, OverflowError):  # a whole number has no largest
             pass
     elif hint is str and isinstance(value, int):  # weights: 16
         return str(value)

@@ -23,10 +23,13 @@ _RECOMPUTE = re.compile(r"auto|none|(selected|full)(:[0-9]+)?")
 def broken_rules(r: Recipe) -> list[tuple[str, str, str]]:
     """(field, rule, remedy) of every rule that the values break."""
     numbers = {name: getattr(r, name) for name in vars(r) if isinstance(getattr(r, name), float)}
+    texts = {name: getattr(r, name) for name in vars(r) if isinstance(getattr(r, name), str)}
     rope = _ROPE.fullmatch("as-is" if r.rope is None else r.rope)
     checks: list[tuple[bool, str, str, str]] = [
         *((math.isfinite(v), f, "must be a finite number", "Such as 0.5 or 1e-5.") for f, v in numbers.items()),
-        (bool(r.name.strip()) and "/" not in r.name, "name", "must be a word without '/'", "A path is --output-dir."),
+        *(("\0" not in v, f, "holds the character of number 0", "No name has it.") for f, v in texts.items()),
+        (r.name.strip() not in ("", ".", "..") and "/" not in r.name, "name", "must be a word without '/'",
+         "A path is --output-dir."),
         (r.lr > 0, "lr", "must be positive", "A usual value is 1e-5."),
         (r.eps > 0, "eps", "must be positive", "A usual value is 1e-8."),
         (r.weight_decay >= 0, "weight_decay", "must not be negative", "0 switches it off."),

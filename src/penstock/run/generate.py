@@ -84,6 +84,9 @@ class Chat:
         if not 0 <= temperature < math.inf:
             remedy = "0 takes the likeliest token every time; 0.7 draws among them."
             raise RecipeError("must not be negative", where=f"--temperature {temperature}", remedy=remedy)
+        if not 0 <= seed < 2**32:
+            remedy = "0 is the default."
+            raise RecipeError("must be between 0 and 4294967295", where=f"--seed {seed}", remedy=remedy)
         opened = open_model(
             place,
             lambda text: print(text, file=sys.stderr),
