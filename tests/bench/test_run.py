@@ -177,6 +177,7 @@ def test_fp8_rows_have_a_floor_in_the_same_arithmetic(tmp_path):
     assert "penstock fp8" in table
 
 
+@pytest.mark.slow
 def test_deterministic_rows_are_measured_so_and_stand_apart(tmp_path, monkeypatch):
     from penstock.bench import run
 

@@ -409,7 +409,7 @@ def generate(words: list[str]) -> int:
         from penstock.run.generate import Chat, questions
 
     chat = Chat(place, args.max_new_tokens, args.temperature, args.seed, args.device)
-    if isinstance(sys.stdin, io.TextIOWrapper):
+    if not args.prompt and isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused as a prompt is
     at_terminal = not args.prompt and sys.stdin.isatty()
     invited = at_terminal and not args.json and sys.stdout is not None and sys.stdout.isatty()
