@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from penstock.checkpoint.places import NEWEST
+from penstock.errors import OutputError
 from penstock.machine.launched import ERRORS
 from penstock.recipe.recipe import Recipe
 from penstock.run import ending
@@ -59,3 +60,21 @@ def test_a_run_that_went_on_from_a_checkpoint_is_not_sent_back_there(resumed):
     advice = str(ending.interrupted(Recipe(), stop, 3, 6, resumed)).splitlines()[1]
     alone = "  The same command goes on with --resume alone; runs/a/checkpoints/step-00000002 would take it back there."
     assert advice == (alone if "runs" in resumed else "  The same command with --resume goes on.")
+
+
+def test_a_directory_that_is_moved_while_the_run_goes_on_is_said(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def write(name):
+        with ending.disk_advice(run):
+            (run / name).open("a")
+
+    with pytest.raises(FileNotFoundError):
+        write("not/there")  # a fault of ours, in a directory that is there
+    run.rename(tmp_path / "moved")
+    with pytest.raises(OutputError, match=r"run: the directory of the run is gone: .*\n.*moved.* --resume and the new"):
+        write("metrics.jsonl")
+    run.touch()  # a file of that name
+    with pytest.raises(OutputError, match="is gone"):
+        write("metrics.jsonl")

@@ -119,10 +119,14 @@ def memory_advice(recipe: Recipe, ranks: int) -> Iterator[None]:
 
 @contextmanager
 def disk_advice(run_dir: Path) -> Iterator[None]:
-    """A disk that is full or broken while a run goes on, in words."""
+    """A disk that is full or broken, or a directory that is gone, while a run goes on, in words."""
     try:
         yield
     except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR) and not run_dir.is_dir():
+            what = "the directory of the run is gone: it was moved or removed while the run went on"
+            remedy = "If it was moved, the same command with --resume and the new place as --output-dir goes on there."
+            raise OutputError(what, where=str(run_dir), remedy=remedy) from error
         whole = find(run_dir / CHECKPOINTS)
         left = f"{whole[0]} is whole: --resume goes on from it." if whole else "No checkpoint was saved before."
         what = f"the run can no longer be written ({error.strerror})"
