@@ -136,6 +136,12 @@ def test_resume_stands_alone_or_with_a_path(words, filled):
     assert with_value(words, "--resume", "newest") == filled
 
 
+@pytest.mark.parametrize("words", [["--resume", ""], ["--resume="], ["--resume", "", "--quiet"]])
+def test_an_empty_variable_is_no_checkpoint_and_does_not_begin_anew(words, capsys):
+    assert main(["train", "demo", *words]) == 2
+    assert "--resume: its value is empty\n  Name a checkpoint, or give --resume alone" in capsys.readouterr().err
+
+
 def test_a_launchers_local_rank_is_no_flag_of_ours():
     words = ["--local_rank=1", "train", "demo", "--lr", "1e-5"]
     assert without_local_rank(words, {"LOCAL_RANK": "1"}) == words[1:]

@@ -246,6 +246,9 @@ def parse_with_recipe(kind: type[Args], command: str, words: list[str], **change
         _refuse_late_recipe(kind, command, words)
     found = find_recipe(words[0]) if named else _unnamed(words)
     refuse_familiar(words, {field.name for field in dataclasses.fields(kind)} | set(FIELDS))
+    if issubclass(kind, TrainArgs) and _value(words, "resume") == "":  # an empty variable in a script
+        remedy = "Name a checkpoint, or give --resume alone for the newest one; to begin anew, leave it out."
+        raise RecipeError("its value is empty", where="--resume", remedy=remedy)
     base = dataclasses.replace(found.recipe, **changes)
     shown = " [RECIPE]" if {"-h", "--help"} & set(words) else ""  # which tyro does not know of
     words = with_value(words, "--split-documents", "blank-lines")
