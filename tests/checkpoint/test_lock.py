@@ -1,10 +1,12 @@
+import errno
 import json
 import os
 from pathlib import Path
 
 import pytest
 
-from penstock.checkpoint.lock import claim, refuse_if_claimed
+from penstock.checkpoint import lock
+from penstock.checkpoint.lock import claim, is_claimed, refuse_if_claimed
 from penstock.errors import OutputError
 
 
@@ -51,3 +53,20 @@ def test_a_disk_that_went_away_hides_no_error(tmp_path, monkeypatch):
     monkeypatch.undo()
     with claim(tmp_path / "run"):
         pass
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_file_system_without_locks_is_said_each_time_and_nothing_is_left(tmp_path, monkeypatch, left):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    if left:  # by a run that was killed
+        (tmp_path / "lock").touch()
+    for _ in range(2):
+        refuse_if_claimed(tmp_path)
+        assert not is_claimed(tmp_path)
+        for directory in (tmp_path, tmp_path / "a/run"):
+            with pytest.raises(OutputError, match=r"cannot be locked \(Function not implemented\)"):
+                claim(directory).__enter__()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"] * left

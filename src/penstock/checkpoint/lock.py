@@ -25,13 +25,15 @@ def claim(directory: Path) -> Iterator[None]:
     """Make the directory and hold it. If nothing was put into it, it is gone again afterwards."""
     made = [path for path in (directory, *directory.absolute().parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
-    descriptor = _lock(directory)
     try:
-        yield
+        descriptor = _lock(directory)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # of a disk that went away; closing the file ends the lock
+                (directory / LOCK_FILE).unlink(missing_ok=True)
+            os.close(descriptor)
     finally:
-        with suppress(OSError):  # of a disk that went away; closing the file ends the lock
-            (directory / LOCK_FILE).unlink(missing_ok=True)
-        os.close(descriptor)
         with suppress(OSError):  # it holds a run, or another process was faster
             for path in made:
                 path.rmdir()
@@ -47,6 +49,8 @@ def refuse_if_claimed(directory: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         raise _taken(directory, descriptor) from None
+    except OSError:  # a file system without locks: nobody holds one there, and `claim` refuses it
+        return
     finally:
         os.close(descriptor)
 
@@ -63,12 +67,15 @@ def is_claimed(directory: Path) -> bool:
 def _lock(directory: Path) -> int:
     path = directory / LOCK_FILE
     while True:
+        new = not path.exists()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             busy = isinstance(error, BlockingIOError)
             refusal = _taken(directory, descriptor) if busy else _no_locks(directory, error)
+            if new and not busy:
+                path.unlink(missing_ok=True)
             os.close(descriptor)
             raise refusal from None
         # The holder before us removes the file when it ends; what we have locked may be that one and no longer there.
