@@ -3,12 +3,13 @@ import json
 import os
 import shutil
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 
 from penstock.checkpoint.places import NEWEST
-from penstock.checkpoint.resume import find_start
+from penstock.checkpoint.resume import find_start, goes_on_in
 from penstock.checkpoint.run_dir import check_room, check_run_dir, find_model, make_run_dir, run_recipe
 from penstock.checkpoint.store import save
 from penstock.errors import CheckpointError, DoesNotFit, OutputError, RecipeError
@@ -62,6 +63,21 @@ def test_a_link_to_a_disk_that_is_not_there_is_said(tmp_path, link):
     (tmp_path / "runs" / link).symlink_to(tmp_path / "disk") if link else None
     with pytest.raises(OutputError, match=r"runs.*: is a link to .*/disk, which is not there\n.*is mounted"):
         check_run_dir(tmp_path / "runs" / "run", overwrite=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("n" * 300, "File name too long"), ("loop", "Too many levels of symbolic links")]
+)
+@pytest.mark.parametrize("below", ["", "run"])
+@pytest.mark.parametrize("resume", ["", NEWEST, "."])
+def test_a_name_that_can_be_no_directory_is_said(tmp_path, monkeypatch, name, reason, below, resume):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    own = goes_on_in(Path(name) / below, resume)
+    with pytest.raises(OutputError, match=rf"^{name}: can be no directory \({reason}\)\n  Name .* --output-dir\.$"):
+        check_run_dir(Path(name) / below, overwrite=False, own=own)
+    with pytest.raises(CheckpointError, match="no such directory"):
+        goes_on_in(tmp_path, "loop")
 
 
 @pytest.mark.parametrize("link", ["checkpoints", "checkpoints/step-00000001"])

@@ -127,6 +127,13 @@ def test_a_full_disk_or_no_memory_makes_runs_impossible(tmp_path, monkeypatch):
     assert main(["doctor", "--output-dir", str(tmp_path)]) == 3
 
 
+@pytest.mark.parametrize("name", ["n" * 300, "not-mounted"])
+def test_a_directory_that_cannot_be_there_makes_runs_impossible(tmp_path, name):
+    (tmp_path / "not-mounted").symlink_to("nowhere")
+    (found,) = doctor.disk(tmp_path / name)
+    assert (found.level, found.fix.endswith("ame another place with --output-dir.")) == ("impossible", True)
+
+
 def test_here_it_says_what_is_and_exits_0(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecret")
     assert main(["doctor", "--output-dir", str(tmp_path)]) == 0

@@ -6,6 +6,8 @@ Told by the files that each has, without torch, so that a misspelt name is refus
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -100,6 +102,21 @@ def as_noted(recipe: Recipe) -> dict[str, Any]:
     named = {"model": recipe.model, "tokenizer": recipe.tokenizer}
     paths = {field: Path(name).expanduser() for field, name in named.items() if name and name != "demo"}
     return {**to_dict(recipe), **{field: str(path.absolute()) for field, path in paths.items() if path.exists()}}
+
+
+def check_path(directory: Path, flag: str) -> None:
+    """Refuse a place for output, named by `flag`, behind a link that leads nowhere, or with too long a name."""
+    for path in (*reversed(directory.parents), directory):
+        try:
+            path.stat()
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+                what, remedy = f"can be no directory ({error.strerror})", f"Name another place with {flag}."
+                raise OutputError(what, where=str(path), remedy=remedy) from None
+            if path.is_symlink():
+                what = f"is a link to {os.readlink(path)}, which is not there"
+                remedy = f"See that its disk is mounted, or name another place with {flag}."
+                raise OutputError(what, where=str(path), remedy=remedy) from None
 
 
 def check_free(directory: Path) -> None:

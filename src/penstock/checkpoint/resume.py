@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -193,11 +194,16 @@ def find_saved(run_dir: Path, wanted: str, command: TakesCheckpoint | None = Non
 
 def goes_on_in(run_dir: Path, resume: str) -> bool:
     """Whether the checkpoint that is asked for is one of this directory's own."""
-    wanted = Path(resume).resolve()
+    wanted, own = _real(resume), _real(run_dir)
     if resume and resume != NEWEST and not wanted.exists():
         open_checkpoint(Path(resume))  # says what is wrong, before anything else is
-    parents = (wanted.parent, Path(resume).parent.resolve())  # a checkpoint may be a link to another disk
-    return resume == NEWEST or wanted == run_dir.resolve() or (run_dir / CHECKPOINTS).resolve() in parents
+    parents = (wanted.parent, _real(Path(resume).parent))  # a checkpoint may be a link to another disk
+    return resume == NEWEST or wanted == own or _real(run_dir / CHECKPOINTS) in parents
+
+
+def _real(path: str | Path) -> Path:
+    """The path without links. Unlike `resolve`, it leaves those that lead in a circle to whoever opens it."""
+    return Path(os.path.realpath(path))
 
 
 def find_start(run_dir: Path, resume: str, *, overwrite: bool) -> Saved | None:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from penstock.checkpoint.lock import LOCK_FILE, is_claimed, refuse_if_claimed
-from penstock.checkpoint.places import CHECKPOINTS, RECIPE_FILE, as_noted, check_is_run
+from penstock.checkpoint.places import CHECKPOINTS, RECIPE_FILE, as_noted, check_is_run, check_path
 from penstock.checkpoint.store import FILE_BYTES, check_links, find, remove, sweep, sync_directory
 from penstock.engine.deepspeed_config import deepspeed_json
 from penstock.engine.ranks import ALONE, World
@@ -37,11 +37,7 @@ def check_run_dir(directory: Path, *, overwrite: bool, own: bool = False) -> Non
 
     A run that goes on in its `own` directory leaves what others have put there alone.
     """
-    for path in (directory, *directory.parents):
-        if path.is_symlink() and not path.exists():
-            what = f"is a link to {os.readlink(path)}, which is not there"
-            remedy = "See that its disk is mounted, or use another --output-dir."
-            raise OutputError(what, where=str(path), remedy=remedy)
+    check_path(directory, "--output-dir")
     if directory.exists() and not directory.is_dir():
         raise OutputError("is a file, not a directory", where=str(directory), remedy="Use another --output-dir.")
     refuse_if_claimed(directory)

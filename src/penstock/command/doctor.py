@@ -21,6 +21,8 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from penstock.bench.this_machine import disk_rate
+from penstock.checkpoint.places import check_path
+from penstock.errors import OutputError
 from penstock.machine import resctrl
 from penstock.machine.hardware import (
     CGROUP_FILES,
@@ -228,6 +230,11 @@ def governor(paths: Paths) -> Finding:
 
 def disk(directory: Path) -> Iterator[Finding]:
     """Room and speed where runs are written."""
+    try:
+        check_path(directory, "--output-dir")
+    except OutputError as error:
+        yield Finding("disk", "impossible", f"{error.where} {error.what}", error.remedy)
+        return
     existing = next(p for p in (directory, *directory.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     what = f"{free / GIB:.1f} GiB free at {existing}"
