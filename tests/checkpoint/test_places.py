@@ -102,6 +102,25 @@ def test_a_place_for_a_model_is_looked_at_before_all_else(run, capsys, monkeypat
         assert f"{place}: there is something already\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        ("not-mounted", "is a link to nowhere, which is not there"),
+        ("not-mounted/model", "is a link to nowhere, which is not there"),
+        ("loop", "can be no directory (Too many levels of symbolic links)"),
+    ],
+)
+def test_a_place_where_no_model_can_be_is_refused_before_one_is_loaded(run, tmp_path, capsys, monkeypatch, place, what):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "not-mounted").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    assert main(["export", str(run), "--to", place]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"penstock: {place.partition('/')[0]}: {what}\n  ")
+    assert said.err.endswith("ame another place with --to.\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"not-mounted", "loop"}
+
+
 @pytest.mark.slow
 def test_a_run_finds_its_model_from_another_directory(run, tmp_path, monkeypatch):
     """It was named from where the command ran."""

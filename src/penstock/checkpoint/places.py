@@ -120,7 +120,8 @@ def check_path(directory: Path, flag: str) -> None:
 
 
 def check_free(directory: Path) -> None:
-    """Refuse a place for a model where something is."""
+    """Refuse a place for a model where something is, or where nothing can be."""
+    check_path(directory, "--to")
     if directory.exists():
         remedy = "Name a directory that does not exist yet, or remove this one."
         raise OutputError("there is something already", where=str(directory), remedy=remedy)
