@@ -121,6 +121,15 @@ def test_a_place_where_no_model_can_be_is_refused_before_one_is_loaded(run, tmp_
     assert {path.name for path in tmp_path.iterdir()} == {"not-mounted", "loop"}
 
 
+@pytest.mark.parametrize("name", ["model", "model.unchecked"])
+def test_where_a_run_that_is_going_on_will_write_its_model_nothing_is_exported(run, tmp_path, capsys, name):
+    going = tmp_path / "going"
+    with claim(going):
+        assert main(["export", str(run), "--to", str(going / name)]) == 2
+        assert f"{name}: a run that is going on will write its model there\n" in capsys.readouterr().err
+        assert [path.name for path in going.iterdir()] == ["lock"]
+
+
 @pytest.mark.slow
 def test_a_run_finds_its_model_from_another_directory(run, tmp_path, monkeypatch):
     """It was named from where the command ran."""

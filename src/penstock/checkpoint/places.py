@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.checkpoint.lock import is_claimed
 from penstock.errors import OutputError, RecipeError
 from penstock.recipe.recipe import Recipe, to_dict
 
@@ -125,3 +126,11 @@ def check_free(directory: Path) -> None:
     if directory.exists():
         remedy = "Name a directory that does not exist yet, or remove this one."
         raise OutputError("there is something already", where=str(directory), remedy=remedy)
+
+
+def check_target(directory: Path) -> None:
+    """Refuse what `export --to` names where a model cannot be, or where a run that is going on will write its own."""
+    check_free(directory)
+    if directory.name in ("model", "model.unchecked") and is_claimed(directory.parent):
+        what, remedy = "a run that is going on will write its model there", "Name another place with --to."
+        raise OutputError(what, where=str(directory), remedy=remedy)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import tyro
 
 from penstock import __version__
-from penstock.checkpoint.places import check_free, check_is_run, deepspeed_form, find_place, resume_advice
+from penstock.checkpoint.places import check_is_run, check_target, deepspeed_form, find_place, resume_advice
 from penstock.command.arguments import (
     BenchArgs,
     DataArgs,
@@ -365,7 +365,7 @@ def export(words: list[str]) -> int:
         remedy = "Name a directory with --to, or check checkpoints with --verify."
         raise RecipeError("nothing to do", where="export", remedy=remedy)
     if args.to:
-        check_free(Path(args.to))
+        check_target(Path(args.to))
     theirs = bool(deepspeed_form(Path(args.run)))
     if not (theirs or args.model or args.trust_pickle):
         find_place(Path(args.run))  # before torch is imported, which takes seconds
