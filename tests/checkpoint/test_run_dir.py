@@ -149,6 +149,19 @@ def test_overwriting_removes_checkpoints_and_going_on_keeps_them(tmp_path):
     assert not directory.exists()
 
 
+def test_what_is_still_read_cannot_be_replaced_and_that_is_said(tmp_path, monkeypatch):
+    recipe = Recipe(output_dir=str(tmp_path / "run"))
+    run = make_run_dir(recipe)
+    (run / "model").mkdir()
+
+    def rmdir(path, **_):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    with pytest.raises(OutputError, match=r"model: cannot be removed \(Device or resource busy\)\n  End what still"):
+        make_run_dir(recipe)
+
+
 GIB = 2**30
 
 

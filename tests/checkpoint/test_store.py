@@ -149,6 +149,32 @@ def test_debris_is_cleared_away_and_nothing_else(tmp_path):
     assert names(directory) == ["mine", "step-00000001"]
 
 
+def in_use(monkeypatch, *names):
+    """Directories that cannot be removed, as on NFS while another process has a file of them open."""
+    real = os.rmdir
+
+    def rmdir(path, **kwargs):
+        if Path(path).name in names:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        real(path, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+
+
+def test_what_another_process_still_reads_is_passed_over_and_swept_later(tmp_path, monkeypatch):
+    directory = tmp_path / "c"
+    in_use(monkeypatch, ".debris-step-00000002")
+    first, second = (save(directory, step, sample(), {}, quiet) for step in (1, 2))
+    assert prune(directory, 1, first) == [second.path], "a later step, since the run went back"
+    assert names(directory) == [".debris-step-00000002", "step-00000001"]
+    save(directory, 2, sample(), {}, quiet)
+    assert prune(directory, 1, first) == []
+    assert names(directory) == [".debris-step-00000002", "step-00000001"]
+    monkeypatch.undo()
+    sweep(directory)
+    assert names(directory) == ["step-00000001"]
+
+
 def test_an_error_while_writing_leaves_nothing(tmp_path):
     tensors = [whole("good", torch.ones(5)), whole("lost", torch.ones(5, device="meta"))]
     with pytest.raises(NotImplementedError):

@@ -141,7 +141,8 @@ def save_run(
         best = (
             best_step((row["step"], row["eval_loss"]) for row in metrics["evals"]) if identity.recipe.keep_best else 0
         )
-        prune(directory, identity.recipe.keep, checkpoint, best)
+        for path in prune(directory, identity.recipe.keep, checkpoint, best):
+            say(f"  {path} is still read by another process: what is left of it is removed after a later save")
     world.largest(0)  # or a rank that goes on and ends would end the one that still writes
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from penstock.checkpoint.lock import LOCK_FILE, is_claimed, refuse_if_claimed
 from penstock.checkpoint.places import CHECKPOINTS, RECIPE_FILE, as_noted, check_is_run, check_path
-from penstock.checkpoint.store import FILE_BYTES, check_links, find, remove, sweep, sync_directory
+from penstock.checkpoint.store import FILE_BYTES, IN_USE, check_links, find, remove, sweep, sync_directory
 from penstock.engine.deepspeed_config import deepspeed_json
 from penstock.engine.ranks import ALONE, World
 from penstock.errors import DISK_IS_FULL, CheckpointError, DoesNotFit, OutputError, counted, size
@@ -82,7 +82,14 @@ def make_run_dir(recipe: Recipe, world: World = ALONE, *, keep_checkpoints: bool
             remove(checkpoint)  # one that is there in part would pass for a damaged one
     kept = {LOCK_FILE} | ({CHECKPOINTS, "facts", RECIPE_FILE} if keep_checkpoints else set())
     for old in (directory / name for name in RUN_FILES - kept):  # the directory itself may be a link or a mount
-        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
+        try:
+            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink(missing_ok=True)
+        except OSError as error:
+            if error.errno not in IN_USE:
+                raise
+            what = f"cannot be removed ({error.strerror})"
+            remedy = "End what still reads it, or use another --output-dir."
+            raise OutputError(what, where=str(old), remedy=remedy) from None
     text = yaml.safe_dump(as_noted(recipe), sort_keys=False, allow_unicode=True)
     write_whole(directory / RECIPE_FILE, text)  # checkpoints without a recipe, or with half of one, are no run
     if recipe.engine == "deepspeed":

@@ -16,6 +16,7 @@ since loading one runs whatever is in it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -49,6 +50,8 @@ NUM_THREADS = 4
 _STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _FILE = re.compile(r"[A-Za-z0-9_-]+\.(json|safetensors)")
 _SAVING, _DEBRIS = ".saving-", ".debris-"
+IN_USE = (errno.ENOTEMPTY, errno.EBUSY)
+"""What network file systems say of removing a directory while another process has a file of it open."""
 
 Say = Callable[[str], None]
 
@@ -316,8 +319,8 @@ def read_tensors(
 # --- removing ---------------------------------------------------------------------------------------------------------
 
 
-def prune(directory: Path, keep: int, current: Checkpoint, best_step: int = 0) -> None:
-    """Keep the newest `keep` checkpoints, `current` among them, and the newest of `best_step`.
+def prune(directory: Path, keep: int, current: Checkpoint, best_step: int = 0) -> list[Path]:
+    """Keep the newest `keep` checkpoints, `current` among them, and the newest of `best_step`; give what is in use.
 
     Those of a later step are no future of this run: it went back to an earlier one, perhaps because they are damaged.
     """
@@ -326,9 +329,7 @@ def prune(directory: Path, keep: int, current: Checkpoint, best_step: int = 0) -
     again = [path for path in found if _place(path.name)[0] == current.step and path.name != current.path.name]
     earlier = [path for path in found if _place(path.name)[0] < current.step]
     best = next((path for path in earlier if _place(path.name)[0] == best_step), None)
-    for path in [*later, *again, *earlier[max(0, keep - 1) :]]:
-        if path != best:
-            remove(path)
+    return [path for path in [*later, *again, *earlier[max(0, keep - 1) :]] if path != best and not remove(path)]
 
 
 def of_step(directory: Path, step: int) -> Path | None:
@@ -336,13 +337,14 @@ def of_step(directory: Path, step: int) -> Path | None:
     return next((path for path in find(directory) if _place(path.name)[0] == step), None)
 
 
-def remove(path: Path) -> None:
-    """Remove a directory so that it is never there in part."""
+def remove(path: Path) -> bool:
+    """Remove a directory so that it is never there in part. False: something of it is in use, and left to a sweep."""
     debris = path.with_name(f"{_DEBRIS}{path.name}")
-    shutil.rmtree(debris, ignore_errors=True)
+    while os.path.lexists(debris):  # in use: the new name must be free, or a later step would stay the newest
+        debris = debris.with_name(f"{debris.name}.1")
     os.rename(path, debris)
     sync_directory(path.parent)
-    _clear(debris)
+    return _clear(debris)
 
 
 def sweep(directory: Path) -> None:
@@ -353,11 +355,15 @@ def sweep(directory: Path) -> None:
             _clear(path)
 
 
-def _clear(path: Path) -> None:
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path)
+def _clear(path: Path) -> bool:
+    """Remove what is no checkpoint any more. False: something of it is in use, and the next sweep tries again."""
+    try:
+        path.unlink(missing_ok=True) if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
+    except OSError as error:
+        if error.errno not in IN_USE:
+            raise
+        return False
+    return True
 
 
 def sync_directory(path: Path) -> None:
