@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,20 @@ def test_what_another_process_still_reads_is_passed_over_and_swept_later(tmp_pat
     monkeypatch.undo()
     sweep(directory)
     assert names(directory) == ["step-00000001"]
+
+
+@pytest.mark.parametrize("reason", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_that_syncs_no_directories_is_served(tmp_path, monkeypatch, reason):
+    real = os.fsync
+
+    def fsync(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(reason, os.strerror(reason))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="Input/output error") if reason == errno.EIO else nullcontext():
+        assert save(tmp_path / "c", 1, sample(), {}, quiet).path.is_dir()
 
 
 def test_an_error_while_writing_leaves_nothing(tmp_path):
