@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.checkpoint.places import NEWEST
+from penstock.checkpoint.export import _write_again
+from penstock.checkpoint.lock import claim
+from penstock.checkpoint.places import NEWEST, Place
 from penstock.checkpoint.resume import find_start, goes_on_in
 from penstock.checkpoint.run_dir import check_room, check_run_dir, find_model, make_run_dir, run_recipe
 from penstock.checkpoint.store import save
-from penstock.errors import CheckpointError, DoesNotFit, OutputError, RecipeError
+from penstock.errors import CheckpointError, DoesNotFit, OutputError, RecipeError, UserError
 from penstock.offload.saved_tensors import whole
 from penstock.recipe.recipe import Recipe
 
@@ -125,6 +127,25 @@ def test_a_damaged_recipe_is_said_with_what_does_without_it(tmp_path, written, w
     newest = save(run / "checkpoints", 1, {"state": [whole("x", torch.ones(3))]}, {}, lambda _: None)
     with pytest.raises(CheckpointError, match=f"--resume.*name {newest.path}"):
         run_recipe(run)
+
+
+def test_advice_can_be_pasted_whatever_the_run_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = make_run_dir(Recipe(output_dir="a b/ü"))
+    for step in (1, 2):  # without `run.json`: damaged as that of a run
+        save(run / "checkpoints", step, {"state": [whole("x", torch.ones(3))]}, {}, lambda _: None)
+    acts = {
+        "--output-dir 'a b/ü'-2,": lambda: check_run_dir(run, overwrite=False),
+        "`penstock export 'a b/ü' --to DIR`": lambda: find_model(run),
+        "--resume 'a b/ü/checkpoints/step-00000001'": lambda: find_start(run, NEWEST, overwrite=False),
+    }
+    for advised, act in acts.items():
+        with pytest.raises(UserError) as caught:
+            act()
+        assert advised in caught.value.remedy
+    with claim(run), pytest.raises(OutputError, match=r"--output-dir 'a b/ü'-2\."):
+        check_run_dir(run, overwrite=True)
+    assert "`penstock export 'a b/ü' --to 'a b/ü/model'`" in _write_again(Place(run, "run"), run / "model")
 
 
 def test_a_run_without_a_model_is_said(tmp_path):

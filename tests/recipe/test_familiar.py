@@ -62,6 +62,7 @@ def test_a_key_is_answered_with_ours_and_its_value(text, answer, tmp_path):
         (["--bf16"], "Here: --dtype bf16 ("),
         (["--cutoff-len", "512", "--save_steps", "50"], "Here: --max-length 512; --save-every 50."),
         (["--adam-beta2", "0.95"], "Here: --betas 0.9 0.95."),
+        (["--train_file", "my data.jsonl"], "Here: --data 'my data.jsonl'."),
         (["--load-best-model-at-end"], "Here: --keep-best (export"),
         (["--torch_compile", "False"], "Here: --no-compile."),
         (["--sample-packing", "True"], "Here: --packing."),

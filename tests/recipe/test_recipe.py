@@ -101,10 +101,10 @@ def test_run_dir_follows_the_name():
 
 
 def test_a_word_that_is_no_preset_may_be_data_or_a_model(tmp_path):
-    data = tmp_path / "mine.jsonl"
+    data = tmp_path / "my data.jsonl"
     data.touch()
     for word, remedy in {
-        str(data): f"Data is named with --data {data}.",
+        str(data): f"Data is named with --data '{data}'.",
         str(tmp_path): f"A model is named with --model {tmp_path}, data with --data.",
         "meta-llama/Llama-3.1-8B": "A model is named with --model meta-llama/Llama-3.1-8B, data with --data.",
         "lama-8b": "Did you mean 'llama-8b'? Or name a .yaml file.",

@@ -214,7 +214,8 @@ def open_model(
 def _write_again(place: Place, source: Path) -> str:
     if place.kind == "model":
         return "Write it again, or name a run or a checkpoint."
-    return f"Remove {source}; `penstock export {place.path} --to {source}` makes it from the newest checkpoint."
+    run, model = shlex.quote(str(place.path)), shlex.quote(str(source))
+    return f"Remove {source}; `penstock export {run} --to {model}` makes it from the newest checkpoint."
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 
 from penstock.errors import OutputError
 
@@ -101,5 +102,5 @@ def _taken(directory: Path, descriptor: int) -> OutputError:
         who = f"process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (ValueError, KeyError, TypeError):  # it has only just locked the file
         who = "another process"
-    remedy = f"Wait for it, stop it, or use --output-dir {directory}-2."
+    remedy = f"Wait for it, stop it, or use --output-dir {quote(str(directory))}-2."
     return OutputError(f"a run is going on there: {who}", where=str(directory), remedy=remedy)

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -250,7 +251,9 @@ def damage_advice(path: Path, command: TakesCheckpoint | None) -> Iterator[None]
             remedy = f"Another one is whole: `{command(whole)}`" if whole else "No other checkpoint beside it is whole."
         else:
             remedy = (
-                f"An older checkpoint is whole: --resume {whole}" if whole else "There is no older checkpoint to take."
+                f"An older checkpoint is whole: --resume {shlex.quote(str(whole))}"
+                if whole
+                else "There is no older checkpoint to take."
             )
         raise CheckpointError(error.what, where=error.where, remedy=f"{error.remedy} {remedy}".strip()) from None
 

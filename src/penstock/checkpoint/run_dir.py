@@ -9,6 +9,7 @@ import tempfile
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -51,7 +52,7 @@ def check_run_dir(directory: Path, *, overwrite: bool, own: bool = False) -> Non
         remedy = f"Move {directory / foreign[0]} elsewhere, or use another --output-dir."
         raise OutputError(what, where=str(directory), remedy=remedy)
     if held - {LOCK_FILE} and not (overwrite or own):
-        remedy = f"Use --resume to go on with it, --output-dir {directory}-2, or --overwrite to replace it."
+        remedy = f"Use --resume to go on with it, --output-dir {quote(str(directory))}-2, or --overwrite to replace it."
         raise OutputError("holds a run already", where=str(directory), remedy=remedy)
     existing = next(p for p in (directory, *directory.absolute().parents) if p.exists())
     try:
@@ -217,7 +218,10 @@ def find_model(run: Path) -> Path:
             saves = recipe.keep and (recipe.save_every or recipe.keep_best)
             remedy = "Wait for its first checkpoint." if saves else "Wait for its end: before that it saves nothing."
             raise CheckpointError("the run is still going on and has saved nothing yet", where=str(run), remedy=remedy)
-        remedy = f"Go on with `penstock train ... --resume`, or take a checkpoint: `penstock export {run} --to DIR`."
+        remedy = (
+            "Go on with `penstock train ... --resume`, or take a checkpoint: "
+            f"`penstock export {quote(str(run))} --to DIR`."
+        )
         check_links(run / CHECKPOINTS)
         if not find(run / CHECKPOINTS):
             remedy = "It left no checkpoint either: train it again, with --overwrite."

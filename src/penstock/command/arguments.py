@@ -297,7 +297,7 @@ def refuse_familiar(words: list[str], known: set[str]) -> None:
 def _flag(field: str, value: object) -> str:
     if isinstance(value, bool) or value == "":
         return f"--{'no-' if value is False else ''}{field.replace('_', '-')}"
-    written = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    written = shlex.join(map(str, value if isinstance(value, list) else [value]))
     return f"--{field.replace('_', '-')} {written}"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable
 from pathlib import Path
+from shlex import quote
 
 import yaml
 
@@ -37,9 +38,9 @@ def for_model(model: str) -> Recipe:
 def _meant(path: Path, name: str) -> str:
     """What a word may mean that is no preset."""
     if path.is_file():
-        return f"Data is named with --data {name}."
+        return f"Data is named with --data {quote(name)}."
     if "/" in name:  # a directory, or one of the Hub
-        return f"A model is named with --model {name}, data with --data."
+        return f"A model is named with --model {quote(name)}, data with --data."
     return did_you_mean(name, PRESETS) + " Or name a .yaml file."
 
 
