@@ -247,7 +247,6 @@ LONG = "What is a penstock? " * 20
         ["report", LONG],
         ["export", LONG, "--to", "x"],
         ["train", "--model", LONG],
-        ["train", "demo", "--output-dir", LONG],
         ["plan", "demo", "--gpu", "h200", "--model", LONG],
     ],
 )
