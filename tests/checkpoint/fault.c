@@ -57,7 +57,7 @@ static int strike(int dirfd, const char *path, const char *name) {
     if (action == NO_SPACE) return now >= target && strncmp(name, "unlink", 6) && strcmp(name, "rmdir");
     if ((action == TERMINATE || action == TERMINATE_TWICE) && now == target) kill(getpid(), SIGTERM);
     if (action == TERMINATE_TWICE && now == target) {
-        usleep(100000); /* or the two would be taken for one */
+        usleep(500000); /* or the two would be taken for one */
         kill(getpid(), SIGTERM);
         usleep(1000000); /* the save must not be over before the signal is noticed */
     }
