@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import io
 import json
 import os
@@ -36,7 +35,8 @@ from penstock.command.arguments import (
     without_local_rank,
 )
 from penstock.command.libraries import importing, output_for_people, prepare_torch, quiet_libraries
-from penstock.errors import DISK_IS_FULL, DoesNotFit, RecipeError, UserError, counted, did_you_mean, tell
+from penstock.command.system import no_output, of_system
+from penstock.errors import RecipeError, UserError, counted, did_you_mean, tell
 from penstock.machine.signals import handling, leave_terminal
 from penstock.recipe.presets import PRESETS
 from penstock.recipe.recipe import to_dict
@@ -59,8 +59,9 @@ def run() -> NoReturn:
             stream.flush()
         except OSError as error:  # Python would try again at its end, and fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            if not isinstance(error, BrokenPipeError):  # then nobody reads it any more
-                code = code or _fail(str(_no_output(error)), DoesNotFit.exit_code, sys.argv)
+            if not isinstance(error, BrokenPipeError):  # of which the reader has gone, and wants no more
+                refused = no_output(error)
+                code = code or _fail(str(refused), refused.exit_code, sys.argv)
     meeting = sys.modules.get("penstock.engine.meeting")
     if meeting is not None and meeting.HAS_JOINED.is_set():
         sys.stderr.flush()
@@ -93,18 +94,10 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if "--debug" in words:
             traceback.print_exc()
-        if isinstance(error, OSError) and error.errno in DISK_IS_FULL and error.filename is None:
-            return _fail(str(_no_output(error)), DoesNotFit.exit_code, words)
-        if refused := _refused_by_system(error):
+        if refused := of_system(error):
             return _fail(str(refused), refused.exit_code, words)
         remedy = "" if "--debug" in words else "\n  Run it again with --debug for the traceback, and please report it."
         return _fail(f"this is a bug: {type(error).__name__}: {error}{remedy}", 1, words)
-
-
-def _no_output(error: OSError) -> UserError:
-    """What a command prints is its result: one that nobody gets is no success, though a run does without its lines."""
-    remedy = "Free space on the disk that it goes to, or send it elsewhere."
-    return DoesNotFit(f"cannot be written ({error.strerror})", where="the output", remedy=remedy)
 
 
 def _end(number: int, _: object) -> None:
@@ -112,15 +105,6 @@ def _end(number: int, _: object) -> None:
     if number == signal.SIGHUP:
         leave_terminal()
     raise KeyboardInterrupt(number)  # nothing that takes an Exception for a fault of its own may swallow it
-
-
-def _refused_by_system(error: Exception) -> UserError | None:
-    """A name that the system does not even look up, in words, whoever asked for it first; None for other errors."""
-    known = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
-    if not isinstance(error, OSError) or error.filename is None or error.errno not in known:
-        return None
-    remedy = "Check the name, and that you have the rights to it and to the directories above it."
-    return RecipeError(f"cannot be used ({error.strerror})", where=str(error.filename), remedy=remedy)
 
 
 def _fail(message: str, exit_code: int, words: list[str], found: Mapping[str, object] | None = None) -> int:

@@ -178,9 +178,8 @@ def asks_for_state(groups: Sequence[Mapping[str, Any]]) -> bool:
     torch.distributed.checkpoint makes such a step, for the state to be there, whenever it saves or loads an optimizer.
     """
     trained = [p for group in groups for p in group["params"] if p.requires_grad]
-    return all(group["lr"] == 0 for group in groups) and all(
-        p.grad is not None and not local(p.grad).any() for p in trained
-    )
+    no_rate = all(group["lr"] == 0 for group in groups)
+    return no_rate and bool(trained) and all(p.grad is not None and not local(p.grad).any() for p in trained)
 
 
 def refuse_distributed_checkpoint() -> None:
