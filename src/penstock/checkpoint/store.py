@@ -329,7 +329,8 @@ def prune(directory: Path, keep: int, current: Checkpoint, best_step: int = 0) -
     again = [path for path in found if _place(path.name)[0] == current.step and path.name != current.path.name]
     earlier = [path for path in found if _place(path.name)[0] < current.step]
     best = next((path for path in earlier if _place(path.name)[0] == best_step), None)
-    return [path for path in [*later, *again, *earlier[max(0, keep - 1) :]] if path != best and not remove(path)]
+    superfluous = [path for path in (*later, *again, *earlier[max(0, keep - 1) :]) if path != best]
+    return [path for path in superfluous if not remove(path)]
 
 
 def of_step(directory: Path, step: int) -> Path | None:
